@@ -1,0 +1,277 @@
+//! A request as the coordinator takes it and the events it gives back: the seam between
+//! [`crate::api`] and the ring.
+
+use serde::Serialize;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::ids::{SessionId, TokenId, View, WireEncoding};
+use crate::proto::control::Sampling;
+use crate::proto::frame::Answer;
+
+/// Events that wait for a slow reader before its session, alone, is cancelled.
+pub const JOB_EVENTS_MAX: usize = 4096;
+
+/// Whether drafts are streamed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Drafts are streamed through the ring without waiting.
+    #[default]
+    Pipelined,
+    /// One position at a time.
+    Plain,
+}
+
+/// One request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// Prompt tokens, at least one, all below the vocabulary.
+    pub prompt: Vec<TokenId>,
+    /// New tokens at most; 0 only with `score`.
+    pub max_new: u32,
+    /// How tokens are picked.
+    pub sampling: Sampling,
+    /// Whether drafts are streamed; `None`: pipelined where the ring's tail drafts.
+    pub mode: Option<Mode>,
+    /// Wire encoding; `None`: the coordinator's default.
+    pub encoding: Option<WireEncoding>,
+    /// Scores every prompt position, with this many top tokens.
+    pub score: Option<u32>,
+    /// Goes on past the end-of-sequence token.
+    pub ignore_eos: bool,
+}
+
+/// Why a session ended well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Finish {
+    /// The end-of-sequence token came (it is the last committed token), or the caller stopped it.
+    Stop,
+    /// `max_new` tokens were committed, or every prompt position was scored.
+    Length,
+}
+
+/// What a session measured; definitions in `docs/protocol.md`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct JobStats {
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Committed tokens.
+    pub committed: u32,
+    /// From submission to the first committed token, in milliseconds.
+    pub ttft_ms: f64,
+    /// Decode speed: committed tokens after the first, by the time since the first, per second.
+    pub tokens_per_second: f64,
+    /// Committed decode tokens / (rejections + 1); `None` in plain mode.
+    pub acceptance_length: Option<f64>,
+    /// Confirmed / judged drafts streamed `d` ahead of the frontier, depth 1 first; `None` in plain mode.
+    pub accept_by_depth: Option<Vec<f64>>,
+    /// Single-position frames sent into the head / committed tokens.
+    pub frames_per_token: f64,
+    /// Single-position frames computed / committed tokens, per stage in ring order.
+    pub frames_computed_per_token: Vec<f64>,
+    /// Most frames in flight at once.
+    pub max_in_flight: u32,
+    /// Bytes of a single-position frame between two stages, header and payload.
+    pub wire_bytes_per_position: u64,
+}
+
+/// What a session says, in order. Exactly one `Finished` or `Failed` comes last.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A committed token, final.
+    Token {
+        /// From 0.
+        index: u32,
+        /// The token.
+        token: TokenId,
+    },
+    /// A scored prompt position, ascending.
+    Scored {
+        /// The position, from 0.
+        pos: u32,
+        /// The model's answer there, with scores.
+        answer: Answer,
+    },
+    /// The session ended well.
+    Finished {
+        /// Why.
+        reason: Finish,
+        /// What was measured.
+        stats: JobStats,
+    },
+    /// The session failed; what was committed stays true.
+    Failed(JobError),
+}
+
+/// Why a session failed after it had begun.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum JobError {
+    /// A member of the ring is gone or frozen.
+    #[error("stage {range} ({peer}) failed: {why}; the request can be sent again once the ring is whole")]
+    StageLost {
+        /// Its layers.
+        range: String,
+        /// Its name.
+        peer: String,
+        /// What was seen.
+        why: String,
+    },
+    /// No reply came in time and no single stage can be blamed.
+    #[error("no reply for {waited_ms} ms: {why}; the request can be sent again")]
+    Deadline {
+        /// How long.
+        waited_ms: u64,
+        /// What the stages reported.
+        why: String,
+    },
+    /// A stage refused or failed this session.
+    #[error("stage {range} ({peer}) refused the session: {why}")]
+    Refused {
+        /// Its layers.
+        range: String,
+        /// Its name.
+        peer: String,
+        /// Its words.
+        why: String,
+    },
+    /// Coordinator and tail disagree: output would be wrong.
+    #[error("the ring contradicts itself: {why}")]
+    Diverged {
+        /// What was expected, what came.
+        why: String,
+    },
+    /// The reader did not keep up.
+    #[error("the reader left {events} events unread: the session was cancelled")]
+    SlowReader {
+        /// Bound of the buffer.
+        events: usize,
+    },
+    /// The coordinator stops.
+    #[error("the coordinator is shutting down")]
+    Shutdown,
+}
+
+/// Why a request was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The ring is not whole.
+    #[error("the ring is not ready: {why}")]
+    NotReady {
+        /// What is missing.
+        why: String,
+    },
+    /// Too long.
+    #[error(
+        "prompt of {prompt} tokens + max_tokens {max_new} is more than the context of {context}: shorten one of them"
+    )]
+    TooLong {
+        /// Prompt tokens.
+        prompt: u32,
+        /// New tokens asked for.
+        max_new: u32,
+        /// The context.
+        context: u32,
+    },
+    /// Not to be served as asked.
+    #[error("{field}: {why}")]
+    Invalid {
+        /// The field of the request.
+        field: &'static str,
+        /// What was expected, what came.
+        why: String,
+    },
+    /// Too many sessions.
+    #[error("{open} sessions are open, {limit} is the limit: try again later")]
+    Busy {
+        /// Open sessions.
+        open: u32,
+        /// The limit.
+        limit: u32,
+    },
+}
+
+/// A session under way. Dropping it cancels the session and frees it on every stage.
+#[derive(Debug)]
+pub struct Job {
+    /// Its id, also the request's id in the API.
+    pub session: SessionId,
+    /// What it says.
+    pub events: mpsc::Receiver<Event>,
+    /// Dropped with the job; the coordinator notices.
+    pub alive: oneshot::Sender<()>,
+}
+
+/// A member of the ring, for `/ring`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MemberStatus {
+    /// Its name.
+    pub peer: String,
+    /// Its layers, like `0:3`.
+    pub range: String,
+    /// Device and kernels.
+    pub device: String,
+    /// Process id, where it runs on this host.
+    pub pid: Option<u32>,
+    /// Whether it is in the ring or waits outside.
+    pub in_ring: bool,
+    /// Whether it answers.
+    pub alive: bool,
+    /// Median time of a single-position pass, in microseconds.
+    pub service_us: u64,
+    /// Engine passes since start.
+    pub passes: u64,
+    /// Draft tokens per block; 0 where it does not draft.
+    pub draft_block: u32,
+}
+
+/// The ring, for `/ring`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RingStatus {
+    /// The coordinator's name.
+    pub coordinator: String,
+    /// Current view; 0 before the first.
+    pub view: View,
+    /// Whether a token went round lately.
+    pub ready: bool,
+    /// What is missing, where not ready.
+    pub missing: Option<String>,
+    /// Milliseconds since a token last went round.
+    pub last_round_ms: Option<u64>,
+    /// Members in ring order, then those outside.
+    pub members: Vec<MemberStatus>,
+    /// Open sessions.
+    pub sessions: u32,
+    /// Frames in flight over all sessions.
+    pub in_flight: u32,
+    /// Wire encoding by default.
+    pub encoding: WireEncoding,
+}
+
+/// What the API needs to know of the model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelFacts {
+    /// Name, for `model` in answers.
+    pub name: String,
+    /// Size of the vocabulary.
+    pub vocab: u32,
+    /// End-of-sequence tokens.
+    pub eos: Vec<TokenId>,
+    /// Longest session of this ring, in positions.
+    pub context: u32,
+}
+
+/// What the API asks of a coordinator; [`crate::api`] is tested against a scripted one.
+pub trait Serve: Send + Sync + 'static {
+    /// Starts a session.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing was started then.
+    fn submit(&self, request: Request) -> Result<Job, SubmitError>;
+
+    /// The ring as it stands.
+    fn status(&self) -> RingStatus;
+
+    /// The model served.
+    fn model(&self) -> ModelFacts;
+}

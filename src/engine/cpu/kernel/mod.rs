@@ -1,0 +1,1 @@
+//! The canonical arithmetic on the CPU.

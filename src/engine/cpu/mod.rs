@@ -1,0 +1,3 @@
+//! The CPU engine: the model's semantics in the canonical arithmetic.
+
+pub mod kernel;

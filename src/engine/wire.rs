@@ -1,0 +1,1 @@
+//! Hidden states on the wire: `[s, hc, dim]` bf16 to bytes and back.

@@ -1,0 +1,1 @@
+//! The one accept rule, used by coordinator and tail.

@@ -1,0 +1,1 @@
+//! Bytes of frames, replies and control messages.

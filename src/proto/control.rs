@@ -1,0 +1,254 @@
+//! What travels on the control lane: postcard bodies of [`Control`].
+//!
+//! The coordinator speaks to every stage and every stage to the coordinator; neighbours only greet.
+
+use libp2p::PeerId;
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{Epoch, LayerRange, Position, SessionId, View, WireEncoding};
+
+/// Version of everything in [`crate::proto`]; peers of other versions are refused.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// First message on every connection, from both sides.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL_VERSION`].
+    pub protocol: u16,
+    /// [`crate::engine::NUMERICS_ID`].
+    pub numerics: String,
+    /// sha256 over the bytes of config.json and model.safetensors.index.json.
+    pub model_digest: [u8; 32],
+    /// What this process is.
+    pub role: Role,
+    /// Program version, for people.
+    pub software: String,
+}
+
+/// What a process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Role {
+    /// Drives sessions, holds no layer.
+    Coordinator,
+    /// Holds a layer range.
+    Stage,
+}
+
+/// What a stage offers to a coordinator.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Layers held.
+    pub range: LayerRange,
+    /// Device and kernels, as the engine reports them.
+    pub device: String,
+    /// Draft tokens per block; 0 where it does not draft.
+    pub draft_block: u32,
+    /// Longest session, in positions.
+    pub max_context: u32,
+    /// Sessions it holds at once.
+    pub max_sessions: u32,
+    /// Encodings it can send and receive.
+    pub encodings: Vec<WireEncoding>,
+    /// Multiaddrs at which a neighbour can dial it, each with its `/p2p/` part.
+    pub addresses: Vec<String>,
+    /// Process id, for an operator on the same host.
+    pub pid: u32,
+    /// Highest view it has obeyed.
+    pub view: View,
+}
+
+/// A neighbour in a view.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Neighbour {
+    /// Who.
+    pub peer: PeerId,
+    /// Where to dial, in order of preference.
+    pub addresses: Vec<String>,
+}
+
+/// A stage's place in a view.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Join {
+    /// The membership.
+    pub view: View,
+    /// Who sends it frames; `None`: the coordinator (this stage is the head).
+    pub predecessor: Option<Neighbour>,
+    /// Whom it sends frames to; `None`: the coordinator gets replies (this stage is the tail).
+    pub successor: Option<Neighbour>,
+}
+
+/// How the tail picks a token.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Most likely tokens kept; 0 keeps all.
+    pub top_k: u32,
+    /// Probability mass kept; 1 keeps all.
+    pub top_p: f32,
+    /// Key of the random numbers; the counter is the position.
+    pub seed: u64,
+}
+
+/// Extra results a session asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Want {
+    /// Log-probabilities, with this many top tokens.
+    pub scores: Option<u32>,
+}
+
+/// Opens a session on a stage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Open {
+    /// Membership it is opened in.
+    pub view: View,
+    /// The session.
+    pub session: SessionId,
+    /// Prompt tokens, all of which are true.
+    pub prompt_len: u32,
+    /// Positions the session may reach.
+    pub positions: u32,
+    /// Largest `pos + s − settled` ever in flight.
+    pub reach: u32,
+    /// Layers in front of which hidden states cross the wire, ascending: fixed for the session.
+    pub boundaries: Vec<u16>,
+    /// The encoding there.
+    pub encoding: WireEncoding,
+    /// How the tail picks tokens.
+    pub sampling: Sampling,
+    /// Drafts per block that the tail makes; 0: none.
+    pub draft_block: u32,
+    /// Extra results.
+    pub want: Want,
+}
+
+/// Counters of one session on one stage, to localize a fault.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct SessionReport {
+    /// The session.
+    pub session: SessionId,
+    /// Epoch adopted.
+    pub epoch: Epoch,
+    /// Next position to compute.
+    pub next: Position,
+    /// Frames received, computed, forwarded (replies, at the tail) and dropped by the fence.
+    pub received: u64,
+    /// See `received`.
+    pub computed: u64,
+    /// See `received`.
+    pub forwarded: u64,
+    /// See `received`.
+    pub dropped: u64,
+}
+
+/// What a stage tells about itself.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StageReport {
+    /// View obeyed.
+    pub view: View,
+    /// Open sessions.
+    pub sessions: Vec<SessionReport>,
+    /// Engine passes since start.
+    pub passes: u64,
+    /// Time in engine passes since start, in microseconds.
+    pub busy_us: u64,
+    /// Median of the last passes over single positions, in microseconds (drafting included).
+    pub service_us: u64,
+    /// Frames waiting for the engine.
+    pub queued: u32,
+    /// Weight tensors loaded since start, in bytes.
+    pub loaded_bytes: u64,
+}
+
+/// Everything that is said on the control lane.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Control {
+    /// First message, both ways.
+    Hello(Hello),
+    /// The sender does not go on with this peer; the connection closes.
+    Refused {
+        /// What was expected, what came, who must change what.
+        reason: String,
+    },
+    /// Stage → coordinator, after hello and after every change.
+    Offer(Offer),
+    /// Coordinator → stage.
+    Join(Join),
+    /// Stage → coordinator: neighbours are connected, frames of the view may come.
+    Joined {
+        /// The view.
+        view: View,
+    },
+    /// Stage → coordinator.
+    JoinRefused {
+        /// The view refused.
+        view: View,
+        /// The view it obeys.
+        current: View,
+        /// Why.
+        reason: String,
+    },
+    /// Coordinator → stage.
+    Open(Open),
+    /// Stage → coordinator: the session's state is allocated.
+    Opened {
+        /// The session.
+        session: SessionId,
+    },
+    /// Stage → coordinator: the session fails here.
+    Failed {
+        /// Membership.
+        view: View,
+        /// The session.
+        session: SessionId,
+        /// Why, for the client and the log.
+        reason: String,
+    },
+    /// Coordinator → stage: frees the session.
+    Close {
+        /// The session.
+        session: SessionId,
+        /// Positions that were settled.
+        settled: Position,
+    },
+    /// Coordinator → stage: frames of epochs below need not be computed. Idempotent.
+    Cancel {
+        /// The session.
+        session: SessionId,
+        /// First epoch that still matters.
+        below: Epoch,
+    },
+    /// Coordinator → stage: report.
+    Probe {
+        /// Comes back in the report.
+        nonce: u64,
+    },
+    /// Stage → coordinator.
+    Report {
+        /// Of the probe.
+        nonce: u64,
+        /// The report.
+        report: StageReport,
+    },
+    /// Either way: alive?
+    Heartbeat {
+        /// Comes back in the answer.
+        seq: u64,
+    },
+    /// Answer to a heartbeat.
+    HeartbeatAck {
+        /// Of the heartbeat.
+        seq: u64,
+    },
+    /// Stage → coordinator: finishes what is open and takes nothing new.
+    Draining,
+    /// Stage → coordinator: a neighbour is gone.
+    NeighbourLost {
+        /// Membership.
+        view: View,
+        /// The neighbour.
+        peer: PeerId,
+        /// What the link said.
+        reason: String,
+    },
+}

@@ -1,0 +1,1 @@
+//! Who fits: checks a peer's hello.

@@ -1,0 +1,1 @@
+//! Tells a slow peer from a dead one.

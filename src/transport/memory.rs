@@ -1,0 +1,1 @@
+//! In-memory links for tests and simulation.

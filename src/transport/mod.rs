@@ -1,0 +1,137 @@
+//! Frames between peers: the trait [`Link`], one implementation over libp2p QUIC and one in memory.
+//!
+//! A link carries opaque bodies between named peers over two ordered lanes per direction. It knows
+//! connections and queues; it knows no frame, no view and no session.
+
+pub mod memory;
+pub mod quic;
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use libp2p::{Multiaddr, PeerId};
+use tokio::sync::mpsc;
+
+/// Longest body that a lane carries, in bytes; longer ones are refused on both sides, before
+/// allocation.
+pub const BODY_BYTES_MAX: u32 = 64 << 20;
+
+/// Longest body on the control lane, in bytes.
+pub const CONTROL_BYTES_MAX: u32 = 1 << 20;
+
+/// Bodies that wait to be sent, per peer and lane.
+pub const SEND_QUEUE_MAX: usize = 256;
+
+/// Events that wait to be taken by the owner of a link.
+pub const EVENT_QUEUE_MAX: usize = 1024;
+
+/// An ordered stream of bodies; lanes don't block one another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lane {
+    /// Control messages: opened first, never behind data.
+    Control,
+    /// Frames and replies.
+    Data,
+}
+
+/// What happens on a link, in the order it happened per peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LinkEvent {
+    /// A connection to a peer stands and both lanes can be used. Comes once per peer until
+    /// [`LinkEvent::Disconnected`].
+    Connected {
+        /// The peer, proven by its key.
+        peer: PeerId,
+        /// The address it was reached at, or came from.
+        address: Multiaddr,
+        /// Whether this side dialled.
+        dialled: bool,
+    },
+    /// The connection is gone; bodies in queues are lost.
+    Disconnected {
+        /// The peer.
+        peer: PeerId,
+        /// Why, for a log or an error message.
+        reason: String,
+    },
+    /// A body came in.
+    Received {
+        /// From whom.
+        peer: PeerId,
+        /// On which lane.
+        lane: Lane,
+        /// The bytes, uncopied since the socket's buffer.
+        body: Bytes,
+    },
+}
+
+/// Why a link could not do what was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LinkError {
+    /// No connection to the peer.
+    #[error("not connected to {peer}")]
+    NotConnected {
+        /// The peer.
+        peer: PeerId,
+    },
+    /// The peer takes nothing in.
+    #[error("the send queue to {peer} stayed full for {waited_ms} ms: the peer does not read")]
+    Stalled {
+        /// The peer.
+        peer: PeerId,
+        /// How long the sender waited.
+        waited_ms: u64,
+    },
+    /// The body is longer than the lane carries.
+    #[error("body of {got} bytes, the {lane:?} lane carries {limit} at most")]
+    TooLong {
+        /// Bytes of the body.
+        got: usize,
+        /// Bytes allowed.
+        limit: u32,
+        /// The lane.
+        lane: Lane,
+    },
+    /// A dial failed.
+    #[error("cannot reach {address}: {why}")]
+    Dial {
+        /// The address dialled.
+        address: Multiaddr,
+        /// What went wrong.
+        why: String,
+    },
+    /// The link was shut down.
+    #[error("the link is shut down")]
+    Closed,
+}
+
+/// A way to reach peers.
+pub trait Link: Send + Sync + 'static {
+    /// This side's name.
+    fn local_peer(&self) -> PeerId;
+
+    /// Addresses this side listens on, each ending in `/p2p/<local_peer>`.
+    fn addresses(&self) -> Vec<Multiaddr>;
+
+    /// Connects to an address that ends in `/p2p/<peer>`; returns at once if connected already.
+    /// [`LinkEvent::Connected`] comes before this returns `Ok`.
+    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<PeerId, LinkError>>;
+
+    /// Puts a body into the send queue of a lane, waiting for room (bounded by the link's stall
+    /// deadline). `Ok` means queued, not delivered.
+    fn send(&self, peer: PeerId, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>>;
+
+    /// Puts a body into the send queue if there is room now.
+    ///
+    /// # Errors
+    /// [`LinkError::Stalled`] with `waited_ms` 0 where the queue is full.
+    fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError>;
+
+    /// Closes the connection to a peer; [`LinkEvent::Disconnected`] follows with this reason.
+    fn disconnect(&self, peer: PeerId, reason: &str);
+
+    /// Closes everything and stops listening.
+    fn shutdown(&self) -> BoxFuture<'_, ()>;
+}
+
+/// The event side of a link.
+pub type LinkEvents = mpsc::Receiver<LinkEvent>;

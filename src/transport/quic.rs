@@ -1,0 +1,1 @@
+//! libp2p over QUIC: one swarm per process.
