@@ -1,1 +1,3 @@
 //! What a checkpoint says.
+
+pub mod format;
