@@ -5,15 +5,16 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_EQ_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_set1_epi8, _mm_set1_epi16, _mm_setr_epi8, _mm_setzero_si128,
-    _mm_shuffle_epi8, _mm_srai_epi16, _mm_srli_epi16, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpacklo_epi8,
-    _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps,
-    _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps,
-    _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_div_ps, _mm256_fmadd_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps,
-    _mm256_or_si256, _mm256_packus_epi32, _mm256_permute2f128_ps, _mm256_permute4x64_epi64, _mm256_round_ps,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128, _mm_packus_epi16, _mm_set1_epi8, _mm_set1_epi16,
+    _mm_setr_epi8, _mm_setzero_si128, _mm_shuffle_epi8, _mm_srai_epi16, _mm_srli_epi16, _mm_storel_epi64,
+    _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
+    _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps,
+    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_div_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256,
+    _mm256_packus_epi32, _mm256_permute2f128_ps, _mm256_permute4x64_epi64, _mm256_round_ps, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi32, _mm256_storeu_ps,
+    _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use half::bf16;
@@ -191,6 +192,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn store_e4m3(self, codes: &mut [u8; 8]) {
+        wide!(store_e4m3(self.0, codes));
+    }
+
+    #[inline(always)]
     fn load_e2m1(pairs: &[u8; 16]) -> [Self; 4] {
         let [a, b, c, d] = wide!(load_e2m1(pairs));
         [Self(a), Self(b), Self(c), Self(d)]
@@ -327,6 +333,19 @@ fn load_e4m3(codes: &[u8; 16]) -> [__m256; 2] {
     let low = _mm_srai_epi16::<1>(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes));
     let high = _mm_srai_epi16::<1>(_mm_unpackhi_epi8(_mm_setzero_si128(), bytes));
     [_mm256_cvtph_ps(_mm_and_si128(low, keep)), _mm256_cvtph_ps(_mm_and_si128(high, keep))]
+}
+
+/// The reverse of [`load_e4m3`]: the halves are exact, so their fields are the code's.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn store_e4m3(x: __m256, codes: &mut [u8; 8]) {
+    let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+    let magnitude = _mm_and_si128(_mm_srli_epi16::<7>(halves), _mm_set1_epi16(0x7f));
+    let sign = _mm_and_si128(_mm_srli_epi16::<8>(halves), _mm_set1_epi16(0x80));
+    let words = _mm_or_si128(magnitude, sign);
+    let bytes = _mm_packus_epi16(words, words);
+    // SAFETY: eight writable bytes; the store takes any alignment.
+    unsafe { _mm_storel_epi64(codes.as_mut_ptr().cast::<__m128i>(), bytes) }
 }
 
 /// E2M1 to half precision by a table of high bytes: all low bytes are zero.

@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::simd::{Real, Simd};
-use crate::model::format::{E2M1_SCALED, E4M3_SCALED};
+use crate::model::format::{E2M1_SCALED, E4M3_SCALED, e4m3_encode};
 
 /// `N` fp32 lanes.
 #[derive(Clone, Copy)]
@@ -207,6 +207,13 @@ impl Simd for Lanes<8> {
             out[i / 8][i % 8] = E4M3_SCALED[usize::from(codes[i])];
         }
         [Self(out[0]), Self(out[1])]
+    }
+
+    #[inline(always)]
+    fn store_e4m3(self, codes: &mut [u8; 8]) {
+        for i in 0..8 {
+            codes[i] = e4m3_encode(self.0[i] * 256.0);
+        }
     }
 
     #[inline(always)]

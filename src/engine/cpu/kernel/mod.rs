@@ -25,3 +25,4 @@ pub(crate) mod simd;
 pub mod vector;
 
 pub use isa::Isa;
+pub(crate) use isa::Job;

@@ -67,6 +67,8 @@ pub(crate) trait Simd: Real {
     fn store_pairs(pairs: [Self; 2], out: &mut [bf16; 16]);
     /// Two times eight E4M3 codes to **2^-8 times** their values, exactly. NaN codes give ±1.875.
     fn load_e4m3(codes: &[u8; 16]) -> [Self; 2];
+    /// Stores E4M3 codes of lanes that are 2^-8 times E4M3 values.
+    fn store_e4m3(self, codes: &mut [u8; 8]);
     /// E2M1 pairs of 16 rows, the first element in the low nibble, to **2^-8 times** their values:
     /// first elements of rows 0–7 and 8–15, then second elements.
     fn load_e2m1(pairs: &[u8; 16]) -> [Self; 4];

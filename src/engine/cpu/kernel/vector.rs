@@ -5,7 +5,7 @@
 use half::bf16;
 
 use super::isa::{Isa, Job};
-use super::math::{silu_v, softplus_v};
+use super::math::{exp_v, silu_v, softplus_v};
 use super::simd::{Simd, butterfly};
 
 /// Longest row of [`hadamard`].
@@ -429,4 +429,33 @@ impl Job for RouterScores<'_> {
 /// Router logits to scores in place: √softplus(x).
 pub fn router_scores(isa: Isa, x: &mut [f32]) {
     isa.dispatch(RouterScores(x));
+}
+
+struct ExpMinus<'a> {
+    x: &'a mut [f32],
+    max: f32,
+}
+
+impl Job for ExpMinus<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<V: Simd>(self) {
+        let max = V::splat(self.max);
+        let (eights, rest) = self.x.as_chunks_mut::<8>();
+        for eight in eights {
+            exp_v(V::load(eight).sub(max)).store(eight);
+        }
+        if !rest.is_empty() {
+            let mut last = [0.0; 8];
+            last[..rest.len()].copy_from_slice(rest);
+            exp_v(V::load(&last).sub(max)).store(&mut last);
+            rest.copy_from_slice(&last[..rest.len()]);
+        }
+    }
+}
+
+/// e^(x − max) in place.
+pub fn exp_minus(isa: Isa, x: &mut [f32], max: f32) {
+    isa.dispatch(ExpMinus { x, max });
 }
