@@ -14,13 +14,22 @@ pub const TEMPERATURE_MIN: f32 = 1e-5;
 /// Tokens ranked at first when only a probability mass is asked for.
 const RANKED_FIRST: usize = 256;
 
-/// Log-probabilities of one position.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Scores {
-    /// Natural log of the probability of the token that is fed next, where one is known.
-    pub next: Option<f32>,
-    /// The most likely tokens with theirs, best first; ties by lower id.
-    pub top: Vec<(TokenId, f32)>,
+/// The log-softmax of one row of logits at temperature 1, ready to be asked.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LogSoftmax {
+    max: f32,
+    log_total: f32,
+}
+
+impl LogSoftmax {
+    /// The natural log of the probability of a token of the same row of logits.
+    ///
+    /// # Panics
+    /// If the token is past the row's end.
+    #[must_use]
+    pub fn of(&self, logits: &[f32], token: TokenId) -> f32 {
+        (logits[token.0 as usize] - self.max) - self.log_total
+    }
 }
 
 /// Picks tokens; holds buffers, and nothing that a result depends on.
@@ -112,23 +121,23 @@ impl Sampler {
         self.weights.iter().fold(0.0, |sum, &w| sum + f64::from(w))
     }
 
-    /// Log-probabilities at temperature 1: of `next` and of the `k` most likely tokens.
+    /// The log-softmax of a row of logits.
     ///
     /// # Panics
-    /// If there are no logits or `next` is none of them.
-    pub fn scores(&mut self, logits: &[f32], next: Option<TokenId>, k: usize) -> Scores {
+    /// If there are no logits.
+    pub fn log_softmax(&mut self, logits: &[f32]) -> LogSoftmax {
         let max = logits[argmax(logits)];
         self.weights.clear();
         self.weights.extend_from_slice(logits);
         vector::exp_minus(self.isa, &mut self.weights, max);
         let total = self.weights.iter().fold(0.0, |sum, &w| sum + f64::from(w));
-        let log_total = math::ln(total as f32);
-        let score = |id: u32| (logits[id as usize] - max) - log_total;
+        LogSoftmax { max, log_total: math::ln(total as f32) }
+    }
+
+    /// The `k` most likely tokens with their log-probabilities, descending; ties by lower id.
+    pub fn top(&mut self, logits: &[f32], softmax: &LogSoftmax, k: usize) -> Vec<(TokenId, f32)> {
         top_k(logits, k, &mut self.ids);
-        Scores {
-            next: next.map(|token| score(token.0)),
-            top: self.ids.iter().map(|&id| (TokenId(id), score(id))).collect(),
-        }
+        self.ids.iter().map(|&id| (TokenId(id), softmax.of(logits, TokenId(id)))).collect()
     }
 }
 
@@ -254,12 +263,14 @@ mod tests {
     #[test]
     fn scores_are_log_probabilities() {
         let logits: Vec<f32> = (0..500).map(|i| ((i * 7) % 83) as f32 / 7.0 - 4.0).collect();
-        let scores = Sampler::new().scores(&logits, Some(TokenId(17)), 5);
+        let mut sampler = Sampler::new();
+        let softmax = sampler.log_softmax(&logits);
         let total: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
         let expected = f64::from(logits[17]) - total.ln();
-        assert!((f64::from(scores.next.unwrap()) - expected).abs() < 1e-5);
-        assert_eq!(scores.top.len(), 5);
-        assert_eq!(scores.top[0].0, greedy(&logits));
-        assert!(scores.top.windows(2).all(|w| w[0].1 >= w[1].1));
+        assert!((f64::from(softmax.of(&logits, TokenId(17))) - expected).abs() < 1e-5);
+        let top = sampler.top(&logits, &softmax, 5);
+        assert_eq!(top.len(), 5);
+        assert_eq!(top[0].0, greedy(&logits));
+        assert!(top.windows(2).all(|w| w[0].1 >= w[1].1));
     }
 }
