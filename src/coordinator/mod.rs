@@ -4,3 +4,4 @@
 //! Holds no layer and no tensor. [`job`] is what the API sees of it.
 
 pub mod job;
+pub mod plan;

@@ -139,6 +139,8 @@ pub struct SessionReport {
     pub forwarded: u64,
     /// See `received`.
     pub dropped: u64,
+    /// Of the computed ones, single-position frames behind the prompt.
+    pub computed_single: u64,
 }
 
 /// What a stage tells about itself.
@@ -210,6 +212,11 @@ pub enum Control {
         session: SessionId,
         /// Positions that were settled.
         settled: Position,
+    },
+    /// Stage → coordinator: the session is freed; its final counters.
+    Closed {
+        /// The counters.
+        report: SessionReport,
     },
     /// Coordinator → stage: frames of epochs below need not be computed. Idempotent.
     Cancel {
