@@ -259,3 +259,17 @@ pub enum Control {
         reason: String,
     },
 }
+
+impl Hello {
+    /// What this process says of itself.
+    #[must_use]
+    pub fn ours(role: Role, model_digest: [u8; 32]) -> Self {
+        Self {
+            protocol: PROTOCOL_VERSION,
+            numerics: crate::engine::NUMERICS_ID.to_owned(),
+            model_digest,
+            role,
+            software: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}

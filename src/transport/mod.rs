@@ -5,6 +5,7 @@
 
 pub mod memory;
 pub mod quic;
+pub mod redial;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
