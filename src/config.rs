@@ -1,38 +1,11 @@
 //! Settings, with default, unit and what a larger value costs; the only reader of the environment.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use libp2p::{Multiaddr, PeerId};
 
 use crate::ids::WireEncoding;
 use crate::node::membership::Obey;
-
-/// Where a checkpoint comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ModelSource {
-    /// The small model inside this program, named `tiny`.
-    Tiny,
-    /// A folder with config.json, model.safetensors.index.json and the shards.
-    Dir(PathBuf),
-}
-
-impl std::str::FromStr for ModelSource {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(if text == "tiny" { Self::Tiny } else { Self::Dir(PathBuf::from(text)) })
-    }
-}
-
-impl std::fmt::Display for ModelSource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Tiny => f.write_str("tiny"),
-            Self::Dir(path) => path.display().fmt(f),
-        }
-    }
-}
 
 /// How a stage serves.
 #[derive(Debug, Clone)]
@@ -43,6 +16,8 @@ pub struct StageSettings {
     pub obey: Obey,
     /// Sessions held at once. Default 16; each costs its state's bytes when open.
     pub max_sessions: u32,
+    /// Wire encodings it offers, best first. Default both.
+    pub encodings: Vec<WireEncoding>,
 }
 
 /// Sessions that a stage holds at once by default.

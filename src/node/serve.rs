@@ -122,6 +122,7 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
         redial: settings.coordinator.clone().and_then(|address| Redial::new(address, clock::now())),
         draining: None,
         max_sessions: settings.max_sessions,
+        encodings: settings.encodings.clone(),
         observer,
         link,
     };
@@ -153,6 +154,7 @@ struct Shell {
     redial: Option<Redial>,
     draining: Option<Instant>,
     max_sessions: u32,
+    encodings: Vec<WireEncoding>,
     observer: Option<mpsc::Sender<StageEvent>>,
 }
 
@@ -404,7 +406,7 @@ impl Shell {
             draft_block: self.facts.draft_block,
             max_context: self.facts.max_context,
             max_sessions: self.max_sessions,
-            encodings: vec![WireEncoding::Bf16, WireEncoding::Fp8],
+            encodings: self.encodings.clone(),
             addresses: self.link.addresses().iter().map(Multiaddr::to_string).collect(),
             pid: std::process::id(),
             view: self.membership.view(),
