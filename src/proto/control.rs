@@ -135,6 +135,8 @@ pub struct SessionReport {
     pub received: u64,
     /// See `received`.
     pub computed: u64,
+    /// Those of `computed` that hold a single position past the prompt.
+    pub decoded: u64,
     /// See `received`.
     pub forwarded: u64,
     /// See `received`.
