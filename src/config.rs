@@ -43,6 +43,8 @@ pub struct CoordinatorSettings {
     /// Longest time without a reply to the oldest frame. Default 20 s; a larger value waits longer
     /// for a slow stage and finds a stuck one later.
     pub reply_deadline: Duration,
+    /// The same for prompt chunks, which take every stage longer. Default 120 s.
+    pub prefill_deadline: Duration,
     /// Pause between heartbeats to a stage. Default 500 ms.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
@@ -64,6 +66,7 @@ impl Default for CoordinatorSettings {
             prefill_chunk: 64,
             max_sessions: MAX_SESSIONS,
             reply_deadline: Duration::from_secs(20),
+            prefill_deadline: Duration::from_secs(120),
             heartbeat: Duration::from_millis(500),
             dead_after: Duration::from_secs(3),
             probe_every: Duration::from_secs(2),

@@ -16,7 +16,7 @@ use crate::ids::{LayerRange, Position, SessionId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
 use crate::proto::frame::Reply;
-use crate::proto::round::{Round, RoundConfig, RoundError, RoundFinish, RoundOutput};
+use crate::proto::round::{Deadlines, Finish as RoundFinish, Round, RoundConfig, RoundError, RoundOutput};
 use crate::transport::Lane;
 
 impl Shell {
@@ -56,12 +56,8 @@ impl Shell {
         let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
         if ring.is_empty() {
-            if let Some(reader) = reader {
-                let why = self.ring.missing().unwrap_or_default();
-                let lost = JobError::Deadline { waited_ms: 0, why: format!("the ring is not whole: {why}") };
-                self.end(reader, Event::Failed(lost));
-            }
-            return;
+            let why = format!("the ring is not whole: {}", self.ring.missing().unwrap_or_default());
+            return self.end_unstarted(reader, JobError::Deadline { waited_ms: 0, why });
         }
         let drafts = match request.mode.unwrap_or_default() {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),
@@ -85,10 +81,13 @@ impl Shell {
             draft_block: drafts,
             want: Want { scores: request.score },
         };
+        let round = match Round::new(self.round_config(&open, request, chunk), now) {
+            Ok(round) => round,
+            Err(error) => return self.end_unstarted(reader, JobError::Diverged { why: error.to_string() }),
+        };
         for (peer, _) in &ring {
             self.send(*peer, &Control::Open(open.clone()));
         }
-        let round = Round::new(self.round_config(&open, request, chunk), now);
         let mut session = Session::new(round, ring, reader, now);
         session.prompt_len = prompt_len;
         session.drafted = drafts > 0;
@@ -97,19 +96,26 @@ impl Shell {
         self.drain_round(id);
     }
 
+    fn end_unstarted(&self, reader: Option<Reader>, error: JobError) {
+        if let Some(reader) = reader {
+            self.end(reader, Event::Failed(error));
+        }
+    }
+
     fn round_config(&self, open: &Open, request: Request, prefill_chunk: u32) -> RoundConfig {
         RoundConfig {
             view: open.view,
             session: open.session,
             prompt: request.prompt,
             max_new: request.max_new,
-            eos: if request.ignore_eos { BTreeSet::new() } else { self.eos.clone() },
+            eos: self.eos.clone(),
+            ignore_eos: request.ignore_eos,
             in_flight_max: self.settings.in_flight_max,
             draft_max: open.draft_block,
             prefill_chunk,
             reach: open.reach,
             score: request.score.is_some(),
-            reply_deadline: self.settings.reply_deadline,
+            deadlines: Deadlines { reply: self.settings.reply_deadline, prefill: self.settings.prefill_deadline },
         }
     }
 
@@ -156,7 +162,7 @@ impl Shell {
                     Ok(())
                 }
                 RoundOutput::Commit { index, token, .. } => session.commit(index, token, now),
-                RoundOutput::Scored { pos, answer } => session.score(pos.0, answer),
+                RoundOutput::Scored { position, answer } => session.score(position.0, answer),
                 RoundOutput::Finished(finish) => {
                     self.close(id, finish, now);
                     Ok(())
@@ -181,8 +187,8 @@ impl Shell {
     }
 
     fn count_in_flight(&self) {
-        let frames: u32 = self.sessions.values().map(|session| session.round.in_flight()).sum();
-        self.shared.in_flight.store(frames, Ordering::Relaxed);
+        let frames: usize = self.sessions.values().map(|session| session.round.in_flight()).sum();
+        self.shared.in_flight.store(u32::try_from(frames).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
     /// Ends a session well: frees it on every stage, and asks what they computed.
@@ -193,7 +199,7 @@ impl Shell {
         };
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let pending: BTreeSet<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
-        let settled = session.round.settled();
+        let settled = session.round.frontier();
         session.phase = Phase::Closing { finish, pending: pending.clone(), until: now + CLOSE_DEADLINE };
         self.free(id, pending, settled);
     }
@@ -230,7 +236,7 @@ impl Shell {
     pub(super) fn fail(&mut self, id: SessionId, error: JobError) {
         let Some(session) = self.sessions.remove(&id) else { return };
         tracing::warn!(session = %id, %error, "session failed");
-        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.settled());
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
         if let Some(reader) = session.reader {
             self.end(reader, Event::Failed(error));
         }
@@ -240,7 +246,7 @@ impl Shell {
     /// The reader is gone: frees the session everywhere, and tells nobody.
     fn abandon(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
-        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.settled());
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
         if session.reader.is_some() {
             self.shared.open.fetch_sub(1, Ordering::AcqRel);
         }

@@ -126,7 +126,7 @@ impl Session {
         let seconds = |from: Instant, to: Instant| to.duration_since(from).as_secs_f64();
         let decode = self.first.zip(self.last).map_or(0.0, |(first, last)| seconds(first, last));
         let after_first = f64::from(self.committed.saturating_sub(1));
-        let computed = |peer: &PeerId| self.reports.get(peer).map_or(f64::NAN, |report| as_f64(report.computed_single));
+        let computed = |peer: &PeerId| self.reports.get(peer).map_or(f64::NAN, |report| as_f64(report.decoded));
         JobStats {
             prompt_tokens: self.prompt_len,
             committed: self.committed,
@@ -134,7 +134,7 @@ impl Session {
             tokens_per_second: if decode > 0.0 { after_first / decode } else { 0.0 },
             acceptance_length: self.drafted.then(|| round.acceptance_length()),
             accept_by_depth: self.drafted.then(|| round.accept_by_depth()),
-            frames_per_token: as_f64(round.single_frames_sent) / committed,
+            frames_per_token: round.frames_per_token(),
             frames_computed_per_token: self.ring.iter().map(|(peer, _)| computed(peer) / committed).collect(),
             max_in_flight: round.max_in_flight,
             wire_bytes_per_position: self.wire_bytes_per_position,

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ids::{Epoch, Position, SessionId, View};
+use crate::proto::fence::Fence;
 use crate::proto::control::{SessionReport, StageReport};
 
 /// Passes over single positions that the service time is the median of.
@@ -21,8 +22,8 @@ pub struct SessionCounters {
     pub received: AtomicU64,
     /// Frames computed.
     pub computed: AtomicU64,
-    /// Of these, single-position frames behind the prompt.
-    pub computed_single: AtomicU64,
+    /// Those of `computed` that hold a single position past the prompt.
+    pub decoded: AtomicU64,
     /// Frames or replies sent on.
     pub forwarded: AtomicU64,
     /// Frames dropped by the fence.
@@ -30,6 +31,19 @@ pub struct SessionCounters {
 }
 
 impl SessionCounters {
+    /// Takes over what a fence counted.
+    pub fn publish<T>(&self, fence: &Fence<T>) {
+        let counted = fence.counters();
+        let write = |counter: &AtomicU64, value: u64| counter.store(value, Ordering::Relaxed);
+        self.epoch.store(fence.epoch().0, Ordering::Relaxed);
+        self.next.store(fence.next().0, Ordering::Relaxed);
+        write(&self.received, counted.received);
+        write(&self.computed, counted.computed);
+        write(&self.decoded, counted.decoded);
+        write(&self.forwarded, counted.forwarded);
+        write(&self.dropped, counted.dropped());
+    }
+
     /// The counters as they stand.
     #[must_use]
     pub fn report(&self, session: SessionId) -> SessionReport {
@@ -40,7 +54,7 @@ impl SessionCounters {
             next: Position(self.next.load(Ordering::Relaxed)),
             received: read(&self.received),
             computed: read(&self.computed),
-            computed_single: read(&self.computed_single),
+            decoded: read(&self.decoded),
             forwarded: read(&self.forwarded),
             dropped: read(&self.dropped),
         }

@@ -359,8 +359,13 @@ impl Shell {
     }
 
     fn send(&self, peer: PeerId, message: &Control) {
-        if let Err(error) = self.link.try_send(peer, Lane::Control, codec::encode_control(message)) {
-            tracing::warn!(%peer, %error, "a control message can't be sent");
+        match codec::encode_control(message) {
+            Ok(body) => {
+                if let Err(error) = self.link.try_send(peer, Lane::Control, body) {
+                    tracing::warn!(%peer, %error, "a control message can't be sent");
+                }
+            }
+            Err(error) => tracing::error!(%peer, %error, "a control message can't be written"),
         }
     }
 

@@ -1,24 +1,20 @@
 //! One session on a stage: its fence, its place in the engine, and what a pass over it does.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
 use crate::engine::{EngineFacts, SessionShape};
-use crate::ids::{Position, TokenId, View};
+use crate::ids::{Epoch, Position, TokenId, View};
 use crate::node::counters::SessionCounters;
 use crate::node::tail::Tail;
 use crate::proto::control::Open;
-use crate::proto::fence::{Arrival, Fence, FenceConfig, FenceError, Forward};
+use crate::proto::fence::{Arrival, Fence, FenceConfig, FenceError, Forward, HELD_FRAMES_MAX};
 use crate::proto::frame::{Frame, FrameHead};
 
 /// How long a frame may wait for the one before it.
 const HOLD_FOR: Duration = Duration::from_secs(10);
-
-/// Frames that may wait for ones before them.
-const HELD_MAX: usize = 256;
 
 /// Positions of neighbouring decode frames that one pass takes at most.
 const MERGE_POSITIONS_MAX: usize = 16;
@@ -52,11 +48,13 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(open: Open, view: View, is_tail: bool, counters: Arc<SessionCounters>) -> Self {
         let fence = Fence::new(FenceConfig {
+            session: open.session,
             view,
+            prompt_len: open.prompt_len,
             reach: open.reach,
             end: Position(open.positions),
             hold_for: HOLD_FOR,
-            held_max: HELD_MAX,
+            held_max: HELD_FRAMES_MAX,
         });
         let tail = is_tail.then(|| Tail::new(open.clone()));
         Self { open, counters, tail, fence, taken: None }
@@ -73,28 +71,21 @@ impl Session {
         }
     }
 
-    pub(crate) fn handle_frame(&mut self, frame: Frame, now: Instant) -> Result<(), FenceError> {
-        self.counters.received.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn handle_frame(&mut self, frame: Frame, now: Instant) -> Result<Arrival, FenceError> {
         let body = Body { ids: frame.ids, payload: frame.payload };
-        match self.fence.handle_frame(frame.head, body, now)? {
-            Arrival::Queued | Arrival::Held => {}
-            Arrival::Dropped(_) => {
-                self.counters.dropped.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        self.publish();
-        Ok(())
+        let arrival = self.fence.handle_frame(frame.head, body, now);
+        self.counters.publish(&self.fence);
+        arrival
     }
 
-    pub(crate) fn handle_cancel(&mut self, below: crate::ids::Epoch) {
+    pub(crate) fn handle_cancel(&mut self, below: Epoch) {
         self.fence.handle_cancel(below);
-        if self.taken.as_ref().is_some_and(|(head, _)| head.epoch < below) {
-            self.taken = None;
-        }
+        self.taken.take_if(|(head, _)| head.epoch < below);
+        self.counters.publish(&self.fence);
     }
 
     pub(crate) fn poll_timeout(&self) -> Option<Instant> {
-        self.fence.poll_timeout()
+        self.fence.poll_timeout().map(|(at, _)| at)
     }
 
     pub(crate) fn handle_timeout(&mut self, now: Instant) -> Result<(), FenceError> {
@@ -123,32 +114,18 @@ impl Session {
     }
 
     fn take(&mut self) -> Option<(FrameHead, Body)> {
-        self.taken.take().or_else(|| self.fence.poll_compute())
+        let epoch = self.fence.epoch();
+        self.taken.take().filter(|(head, _)| head.epoch == epoch).or_else(|| self.fence.poll_compute())
     }
 
     /// A frame was computed: whether its result is sent on.
     pub(crate) fn handle_computed(&mut self, head: &FrameHead) -> bool {
-        self.counters.computed.fetch_add(1, Ordering::Relaxed);
-        if head.len == 1 && head.pos.0 >= self.open.prompt_len {
-            self.counters.computed_single.fetch_add(1, Ordering::Relaxed);
-        }
         let forward = self.fence.handle_computed(head);
-        self.publish();
+        self.counters.publish(&self.fence);
         match forward {
-            Forward::Yes => {
-                self.counters.forwarded.fetch_add(1, Ordering::Relaxed);
-                true
-            }
-            Forward::No => {
-                self.counters.dropped.fetch_add(1, Ordering::Relaxed);
-                false
-            }
+            Forward::Yes => true,
+            Forward::No => false,
         }
-    }
-
-    fn publish(&self) {
-        self.counters.epoch.store(self.fence.epoch().0, Ordering::Relaxed);
-        self.counters.next.store(self.fence.next().0, Ordering::Relaxed);
     }
 }
 

@@ -6,7 +6,18 @@ use crate::engine::{Engine, EngineError, sample};
 use crate::ids::{Position, SessionId, TokenId};
 use crate::proto::control::Open;
 use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
-use crate::proto::frontier::Frontier;
+use crate::proto::frontier::{Frontier, FrontierError};
+
+/// Why the tail fails a session.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TailError {
+    /// The engine can't draft.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The fence let something through that it must not.
+    #[error(transparent)]
+    Frontier(#[from] FrontierError),
+}
 
 /// One session at the tail.
 #[derive(Debug)]
@@ -39,14 +50,13 @@ impl Tail {
         heads: &[FrameHead],
         ids: &[TokenId],
         logits: &[f32],
-    ) -> Result<Vec<Reply>, EngineError> {
+    ) -> Result<Vec<Reply>, TailError> {
         let session = self.open.session;
         let vocab = engine.facts().vocab;
         let mut replies = Vec::with_capacity(heads.len());
         let mut rows = logits.chunks_exact(vocab);
         let mut offset = 0;
         let mut anchor = None;
-        let mut last_true = None;
         for (at, head) in heads.iter().enumerate() {
             let ids = &ids[offset..offset + head.len as usize];
             offset += ids.len();
@@ -59,12 +69,10 @@ impl Tail {
                 let Some(row) = rows.next() else { continue };
                 answers.push(self.answer_row(pos, fed, row));
             }
-            let last = head.pos.plus(head.len - 1);
-            let token = answers.last().map(|answer| answer.token);
-            let truth = self.frontier.handle_fed(head.pos, ids, token);
-            if let (true, Some(token)) = (truth, token) {
-                anchor = Some((last, token));
-                last_true = Some(at);
+            let tokens: Vec<TokenId> = answers.iter().map(|answer| answer.token).collect();
+            let fed = self.frontier.handle_fed(head.pos, ids, &tokens)?;
+            if let (true, Some(token)) = (fed.may_draft(), tokens.last()) {
+                anchor = Some((at, head.pos.plus(head.len.saturating_sub(1)), *token));
             }
             replies.push(Reply {
                 view: head.view,
@@ -76,7 +84,7 @@ impl Tail {
                 draft: None,
             });
         }
-        if let (Some(at), Some((pos, token))) = (last_true, anchor) {
+        if let Some((at, pos, token)) = anchor {
             replies[at].draft = self.draft(engine, pos, token, session)?;
         }
         Ok(replies)

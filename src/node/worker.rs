@@ -23,7 +23,8 @@ use crate::node::membership::Route;
 use crate::node::session::{Session, Work};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, SessionReport};
-use crate::proto::frame::{Frame, FrameHead};
+use crate::proto::fence::Arrival;
+use crate::proto::frame::Frame;
 use crate::transport::{Lane, Link, LinkError};
 
 /// Inputs that wait for the worker.
@@ -205,8 +206,10 @@ impl Worker {
     fn frame(&mut self, frame: Frame) {
         let id = frame.head.session;
         if let Some(session) = self.sessions.get_mut(&id) {
-            if let Err(error) = session.handle_frame(frame, clock::now()) {
-                self.fail(id, error.to_string());
+            match session.handle_frame(frame, clock::now()) {
+                Ok(Arrival::Queued | Arrival::Held) => {}
+                Ok(Arrival::Dropped(reason)) => tracing::trace!(session = %id, ?reason, "frame dropped"),
+                Err(error) => self.fail(id, error.to_string()),
             }
         } else if self.opened.is_none_or(|opened| id > opened) && self.early.len() < EARLY_FRAMES_MAX {
             self.early.push(Early { frame, until: clock::now() + EARLY_FRAME_DEADLINE });
@@ -333,7 +336,7 @@ impl Worker {
             Some(tail) => {
                 let replies = tail.answer(engine, &work.heads, &work.ids, &self.output.logits);
                 let replies = replies.map_err(|error| error.to_string())?;
-                Ok(replies.iter().map(codec::encode_reply).collect())
+                replies.iter().map(|reply| codec::encode_reply(reply).map_err(|error| error.to_string())).collect()
             }
             None => encode_frames(work, encoding, (hc, dim), &self.output.hidden),
         }
@@ -341,8 +344,11 @@ impl Worker {
 
     fn tell(&self, message: Control) {
         let Some(route) = self.route else { return };
-        let sent = send(&self.parts, route.coordinator, Lane::Control, codec::encode_control(&message));
-        if let Err(error) = sent {
+        let body = match codec::encode_control(&message) {
+            Ok(body) => body,
+            Err(error) => return tracing::error!(%error, "a control message can't be written"),
+        };
+        if let Err(error) = send(&self.parts, route.coordinator, Lane::Control, body) {
             tracing::warn!(%error, "the coordinator can't be told");
         }
     }
@@ -374,7 +380,8 @@ fn encode_frames(
     for head in &work.heads {
         let len = head.len as usize;
         let ids = &work.ids[at..at + len];
-        let mut buffer = codec::FrameBuffer::begin(head, ids, len * encoding.position_bytes(hc, dim));
+        let mut buffer = codec::FrameBuffer::begin(head, ids, len * encoding.position_bytes(hc, dim))
+            .map_err(|error| error.to_string())?;
         let values = &hidden[at * hc * dim..(at + len) * hc * dim];
         wire::encode(encoding, values, (hc, dim), buffer.payload_mut())
             .map_err(|error| format!("{error}, first position {}", head.pos))?;
@@ -395,10 +402,4 @@ fn send(parts: &WorkerParts, to: PeerId, lane: Lane, body: Bytes) -> Result<(), 
 /// Counts what the engine loaded, once.
 pub fn count_loaded(counters: &Counters, bytes: u64) {
     counters.loaded_bytes.store(bytes, Ordering::Relaxed);
-}
-
-/// Whether a frame's head is one that a stage can take at all.
-#[must_use]
-pub fn head_is_sane(head: &FrameHead) -> bool {
-    head.len > 0 && head.pos.0.checked_add(head.len).is_some()
 }

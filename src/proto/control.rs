@@ -141,8 +141,6 @@ pub struct SessionReport {
     pub forwarded: u64,
     /// See `received`.
     pub dropped: u64,
-    /// Of the computed ones, single-position frames behind the prompt.
-    pub computed_single: u64,
 }
 
 /// What a stage tells about itself.

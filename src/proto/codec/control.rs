@@ -102,6 +102,7 @@ fn check(message: &Control) -> Result<(), DecodeError> {
         Control::Joined { .. }
         | Control::Opened { .. }
         | Control::Close { .. }
+        | Control::Closed { .. }
         | Control::Cancel { .. }
         | Control::Probe { .. }
         | Control::Heartbeat { .. }
