@@ -1,1 +1,3 @@
 //! api
+pub mod stop;
+pub mod text;
