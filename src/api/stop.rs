@@ -79,7 +79,10 @@ mod tests {
 
     #[test]
     fn a_stop_across_deltas_is_held_back_and_never_passed() {
-        assert_eq!(run(&["END"], &["to the E", "N", "D of"]), (vec!["to the ".into(), String::new(), String::new()], true));
+        assert_eq!(
+            run(&["END"], &["to the E", "N", "D of"]),
+            (vec!["to the ".into(), String::new(), String::new()], true)
+        );
         assert_eq!(run(&["END"], &["an E", "NORMOUS"]), (vec!["an ".into(), "ENORMOUS".into(), String::new()], false));
         assert_eq!(run(&["aab"], &["aa", "aab"]), (vec![String::new(), "aa".into()], true));
     }

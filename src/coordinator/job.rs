@@ -198,7 +198,8 @@ pub struct Job {
     pub session: SessionId,
     /// What it says.
     pub events: mpsc::Receiver<Event>,
-    /// Dropped with the job: cancels. A message: the caller has enough, see [`Job::stop`].
+    /// Dropped with the job: the session is cancelled. A message on it: the caller has enough, the
+    /// session ends with [`Event::Finished`] and [`Finish::Stop`].
     pub alive: oneshot::Sender<()>,
 }
 
@@ -221,15 +222,6 @@ impl Job {
         let verdict = sender.clone().try_reserve_owned().ok();
         let (alive, caller) = oneshot::channel();
         (Self { session, events, alive }, JobSide { events: sender, verdict, caller })
-    }
-
-    /// Ends the session early and well: what is in flight is dropped, and the coordinator says
-    /// [`Event::Finished`] with [`Finish::Stop`] on the channel that this returns.
-    #[must_use]
-    pub fn stop(self) -> mpsc::Receiver<Event> {
-        // An error means that the session has already ended: its verdict waits in the channel.
-        let _ = self.alive.send(());
-        self.events
     }
 }
 
