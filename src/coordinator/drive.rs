@@ -8,10 +8,10 @@ use libp2p::PeerId;
 
 use crate::clock;
 use crate::coordinator::handle::Command;
-use crate::coordinator::job::{Event, Finish, JobError, Mode, Request};
+use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
 use crate::coordinator::localize::blame;
 use crate::coordinator::run::Shell;
-use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Reader, Session};
+use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Session};
 use crate::ids::{LayerRange, Position, SessionId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
@@ -23,10 +23,8 @@ impl Shell {
     pub(super) fn handle_command(&mut self, command: Command) {
         match command {
             Command::Submit { session, request, reader } => self.start(session, request, Some(reader)),
-            Command::Gone(session) => {
-                // The reader is gone: whatever the session still does is for nobody.
-                self.abandon(session);
-            }
+            Command::Enough(session) => self.stop(session),
+            Command::Gone(session) => self.abandon(session),
         }
     }
 
@@ -50,7 +48,7 @@ impl Shell {
         self.start(session, request, None);
     }
 
-    fn start(&mut self, id: SessionId, request: Request, reader: Option<Reader>) {
+    fn start(&mut self, id: SessionId, request: Request, reader: Option<JobSide>) {
         let now = clock::now();
         let whole = self.ring.whole();
         let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
@@ -96,7 +94,7 @@ impl Shell {
         self.drain_round(id);
     }
 
-    fn end_unstarted(&self, reader: Option<Reader>, error: JobError) {
+    fn end_unstarted(&self, reader: Option<JobSide>, error: JobError) {
         if let Some(reader) = reader {
             self.end(reader, Event::Failed(error));
         }
@@ -243,6 +241,16 @@ impl Shell {
         self.count_in_flight();
     }
 
+    /// The reader has enough: the session ends well.
+    fn stop(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get_mut(&id)
+            && let Phase::Running = session.phase
+        {
+            session.round.handle_stop();
+            self.drain_round(id);
+        }
+    }
+
     /// The reader is gone: frees the session everywhere, and tells nobody.
     fn abandon(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
@@ -253,7 +261,7 @@ impl Shell {
         self.count_in_flight();
     }
 
-    fn end(&self, reader: Reader, event: Event) {
+    fn end(&self, reader: JobSide, event: Event) {
         self.shared.open.fetch_sub(1, Ordering::AcqRel);
         reader.end(event);
     }

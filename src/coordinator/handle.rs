@@ -6,11 +6,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 use crate::clock;
-use crate::coordinator::job::{Job, ModelFacts, Request, RingStatus, Serve, SubmitError};
-use crate::coordinator::session::Reader;
+use crate::coordinator::job::{Job, JobSide, Mode, ModelFacts, Request, RingStatus, Serve, SubmitError};
 use crate::ids::SessionId;
 
 /// Requests that wait for the loop.
@@ -20,7 +19,9 @@ pub(crate) const COMMANDS_MAX: usize = 256;
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Start a session.
-    Submit { session: SessionId, request: Request, reader: Reader },
+    Submit { session: SessionId, request: Request, reader: JobSide },
+    /// Its reader has enough.
+    Enough(SessionId),
     /// Its reader is gone.
     Gone(SessionId),
 }
@@ -73,7 +74,7 @@ impl Coordinator {
             return Err(SubmitError::TooLong { prompt, max_new: request.max_new, context });
         }
         let drafts = self.shared.draft_block.load(Ordering::Relaxed);
-        if request.mode == Some(crate::coordinator::job::Mode::Pipelined) && drafts == 0 {
+        if request.mode == Some(Mode::Pipelined) && drafts == 0 {
             let why = "this ring's tail holds no drafter: its range must contain every draft target layer".to_owned();
             return invalid("mode", why);
         }
@@ -96,21 +97,21 @@ impl Serve for Coordinator {
         self.check(&request)?;
         self.admit()?;
         let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
-        let (alive, gone) = oneshot::channel::<()>();
-        let started = Reader::new().and_then(|(reader, events)| {
-            let command = Command::Submit { session, request, reader };
-            self.commands.try_send(command).ok().map(|()| events)
-        });
-        let Some(events) = started else {
+        let (job, mut reader) = Job::channel(session);
+        let caller = reader.take_caller();
+        if self.commands.try_send(Command::Submit { session, request, reader }).is_err() {
             let open = self.shared.open.fetch_sub(1, Ordering::AcqRel);
             return Err(SubmitError::Busy { open, limit: self.shared.session_limit.load(Ordering::Relaxed) });
-        };
+        }
         let commands = self.commands.clone();
         tokio::spawn(async move {
-            let _ = gone.await;
-            let _ = commands.send(Command::Gone(session)).await;
+            let said = match caller.await {
+                Ok(()) => Command::Enough(session),
+                Err(_) => Command::Gone(session),
+            };
+            let _ = commands.send(said).await;
         });
-        Ok(Job { session, events, alive })
+        Ok(job)
     }
 
     fn status(&self) -> RingStatus {

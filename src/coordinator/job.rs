@@ -226,6 +226,13 @@ impl Job {
 }
 
 impl JobSide {
+    /// Takes out what the caller says, for another task to wait on; afterwards
+    /// [`JobSide::caller`] resolves as gone.
+    pub fn take_caller(&mut self) -> oneshot::Receiver<()> {
+        let (_, gone) = oneshot::channel();
+        std::mem::replace(&mut self.caller, gone)
+    }
+
     /// Hands an event to the caller without waiting.
     ///
     /// # Errors

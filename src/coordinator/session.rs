@@ -1,15 +1,13 @@
 //! One session in the coordinator: its round, its reader and its end.
 //!
-//! The reader's buffer is bounded, with one place kept for the last event: a reader that does not
-//! keep up loses its session, and is told so.
+//! The reader's buffer is bounded: a reader that does not keep up loses its session, and is told so.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use libp2p::PeerId;
-use tokio::sync::mpsc;
 
-use crate::coordinator::job::{Event, Finish, JOB_EVENTS_MAX, JobError, JobStats};
+use crate::coordinator::job::{Event, Finish, JobError, JobSide, JobStats};
 use crate::ids::{LayerRange, TokenId};
 use crate::proto::control::{SessionReport, StageReport};
 use crate::proto::frame::Answer;
@@ -32,35 +30,6 @@ pub(crate) enum Phase {
     Localizing { waited: Duration, nonce: u64, pending: BTreeSet<PeerId>, until: Instant },
 }
 
-/// The reader's end, with a place kept for the last event.
-#[derive(Debug)]
-pub(crate) struct Reader {
-    events: mpsc::Sender<Event>,
-    last: mpsc::OwnedPermit<Event>,
-}
-
-impl Reader {
-    /// A reader and its receiver.
-    pub(crate) fn new() -> Option<(Self, mpsc::Receiver<Event>)> {
-        let (events, receiver) = mpsc::channel(JOB_EVENTS_MAX);
-        let last = events.clone().try_reserve_owned().ok()?;
-        Some((Self { events, last }, receiver))
-    }
-
-    fn send(&self, event: Event) -> Result<(), JobError> {
-        match self.events.try_send(event) {
-            // A receiver that is gone is noticed by its `alive` sender.
-            Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
-            Err(mpsc::error::TrySendError::Full(_)) => Err(JobError::SlowReader { events: JOB_EVENTS_MAX }),
-        }
-    }
-
-    /// Says the last event.
-    pub(crate) fn end(self, event: Event) {
-        self.last.send(event);
-    }
-}
-
 /// One session.
 #[derive(Debug)]
 pub(crate) struct Session {
@@ -69,7 +38,7 @@ pub(crate) struct Session {
     /// The stages it was opened on, head first.
     pub(crate) ring: Vec<(PeerId, LayerRange)>,
     /// Probe rounds of the coordinator itself have no reader.
-    pub(crate) reader: Option<Reader>,
+    pub(crate) reader: Option<JobSide>,
     pub(crate) reports: BTreeMap<PeerId, SessionReport>,
     pub(crate) probes: BTreeMap<PeerId, StageReport>,
     pub(crate) frames_sent: u64,
@@ -83,7 +52,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(round: Round, ring: Vec<(PeerId, LayerRange)>, reader: Option<Reader>, now: Instant) -> Self {
+    pub(crate) fn new(round: Round, ring: Vec<(PeerId, LayerRange)>, reader: Option<JobSide>, now: Instant) -> Self {
         Self {
             round,
             phase: Phase::Running,
