@@ -17,6 +17,13 @@ macro_rules! contract {
                 super::$rule(Network::memory()).await;
             })*
         }
+        mod quic {
+            use super::Network;
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $rule() {
+                super::$rule(Network::Quic).await;
+            })*
+        }
     };
 }
 

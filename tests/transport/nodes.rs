@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use libp2p::identity::Keypair;
 use libp2p::{Multiaddr, PeerId};
 use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
+use ringfence::transport::quic::{QuicLink, QuicSettings};
 use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
 
 /// Longest wait of a test for anything.
@@ -20,6 +22,7 @@ pub(crate) const DIAL: Duration = Duration::from_secs(2);
 /// A kind of network to make links in.
 pub(crate) enum Network {
     Memory(MemoryNetwork),
+    Quic,
 }
 
 /// A link and what happens on it.
@@ -43,6 +46,7 @@ impl Network {
                 let (link, events) = network.link();
                 Node { link, events }
             }
+            Self::Quic => quic_node(quic_settings()).await,
         }
     }
 
@@ -52,6 +56,17 @@ impl Network {
         join(&mut a, &mut b).await;
         (a, b)
     }
+}
+
+/// Settings of the QUIC links in these tests.
+pub(crate) fn quic_settings() -> QuicSettings {
+    QuicSettings { stall_deadline: STALL, dial_deadline: DIAL, ..QuicSettings::new(Keypair::generate_ed25519()) }
+}
+
+/// A QUIC link on loopback.
+pub(crate) async fn quic_node(settings: QuicSettings) -> Node {
+    let (link, events) = QuicLink::start(settings).await.unwrap();
+    Node { link, events }
 }
 
 /// Connects two nodes and takes both events.
