@@ -1,4 +1,5 @@
 //! The HTTP API against a scripted coordinator: what is on the wire, byte for byte.
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 mod api {
     pub(crate) mod support;

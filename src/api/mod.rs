@@ -4,6 +4,13 @@
 //! ids; a session's events become an answer through [`stop`] and [`score`]. What is behind it is a
 //! [`Serve`](crate::coordinator::job::Serve); `docs/api.md` has every field and status.
 
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::coordinator::job::Serve;
+
 mod answer;
 pub mod ask;
 pub mod error;
@@ -16,4 +23,16 @@ pub mod text;
 mod transcript;
 
 /// Port at which a coordinator serves HTTP unless told otherwise.
-pub const HTTP_PORT: u16 = 8437;
+pub const HTTP_PORT: u16 = 8080;
+
+/// Serves the API on `listener` until `stop` becomes `true` or its sender is gone; then lets open
+/// answers end for a while ([`server::Settings::drain`]).
+pub async fn serve(
+    listener: TcpListener,
+    coordinator: Arc<dyn Serve>,
+    vocabulary: text::Vocabulary,
+    mut stop: watch::Receiver<bool>,
+) {
+    let api = server::Api::new(coordinator, Arc::new(vocabulary), server::Settings::default());
+    api.run(listener, async move { drop(stop.wait_for(|&stop| stop).await) }).await;
+}

@@ -97,8 +97,7 @@ impl Serve for Coordinator {
         self.check(&request)?;
         self.admit()?;
         let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
-        let (job, mut reader) = Job::channel(session);
-        let caller = reader.take_caller();
+        let (job, reader, caller) = Job::channel(session);
         if self.commands.try_send(Command::Submit { session, request, reader }).is_err() {
             let open = self.shared.open.fetch_sub(1, Ordering::AcqRel);
             return Err(SubmitError::Busy { open, limit: self.shared.session_limit.load(Ordering::Relaxed) });

@@ -1,4 +1,5 @@
 //! A scripted coordinator, and an HTTP client that shows what is on the wire.
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -6,7 +7,7 @@ use std::time::Duration;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::text::Vocabulary;
 use ringfence::coordinator::job::{
-    Event, Finish, Job, JobError, JobSide, JobStats, MemberStatus, ModelFacts, Request, RingStatus, Serve, SubmitError,
+    Event, Finish, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus, Serve, SubmitError,
 };
 use ringfence::ids::{SessionId, TokenId, View, WireEncoding};
 use serde_json::Value;
@@ -16,6 +17,35 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Deadline of everything a test waits for.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The coordinator's side of a job.
+pub(crate) struct JobSide {
+    events: mpsc::Sender<Event>,
+    last: mpsc::OwnedPermit<Event>,
+    /// `Ok`: the caller has enough. `Err`: it is gone.
+    pub(crate) caller: oneshot::Receiver<()>,
+}
+
+/// Both sides of a job; a place for the last event is kept.
+fn channel(session: SessionId) -> (Job, JobSide) {
+    let (sender, events) = mpsc::channel(JOB_EVENTS_MAX);
+    let last = sender.clone().try_reserve_owned().unwrap();
+    let (alive, caller) = oneshot::channel();
+    (Job { session, events, alive }, JobSide { events: sender, last, caller })
+}
+
+impl JobSide {
+    /// Hands an event over without waiting; a full buffer is the verdict.
+    pub(crate) fn send(&self, event: Event) -> Result<(), JobError> {
+        let sent = self.events.try_send(event);
+        sent.map_err(|_| JobError::SlowReader { events: JOB_EVENTS_MAX })
+    }
+
+    /// Says the last event and hangs up.
+    pub(crate) fn end(self, event: Event) {
+        self.last.send(event);
+    }
+}
 
 /// A coordinator that says what it is told to.
 pub(crate) struct Script {
@@ -70,7 +100,7 @@ impl Serve for Script {
         }
         let mut requests = self.requests.lock().unwrap();
         requests.push(request);
-        let (job, side) = Job::channel(SessionId(requests.len() as u64));
+        let (job, side) = channel(SessionId(requests.len() as u64));
         match &self.says {
             Some(events) => events.iter().for_each(|event| side.send(event.clone()).unwrap()),
             None => self.opened.try_send(side).unwrap(),
