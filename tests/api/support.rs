@@ -7,7 +7,8 @@ use std::time::Duration;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::text::Vocabulary;
 use ringfence::coordinator::job::{
-    Event, Finish, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus, Serve, SubmitError,
+    Event, Finish, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus, Serve,
+    SubmitError,
 };
 use ringfence::ids::{SessionId, TokenId, View, WireEncoding};
 use serde_json::Value;
@@ -169,6 +170,10 @@ impl Server {
 
     pub(crate) async fn ended(self) {
         tokio::time::timeout(PATIENCE, self.task).await.unwrap().unwrap();
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
     }
 
     pub(crate) async fn connect(&self) -> Client {
