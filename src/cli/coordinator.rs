@@ -125,7 +125,7 @@ pub(crate) fn model_facts(checkpoint: &Checkpoint) -> (ModelFacts, ModelShape) {
         name: checkpoint.name().to_owned(),
         vocab: u32::try_from(config.vocab).unwrap_or(u32::MAX),
         eos: config.eos.iter().copied().map(TokenId).collect(),
-        context: config.max_context,
+        context: config.max_positions,
     };
     let shape = ModelShape {
         layers: config.layers,
@@ -145,7 +145,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
     let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
     let (model, shape) = model_facts(&checkpoint);
     let tokenizer = checkpoint.tokenizer_json().map_err(Failure::of("tokenizer"))?;
-    let text = api::text::Text::from_json(&tokenizer).map_err(Failure::of("tokenizer"))?;
+    let text = api::text::Vocabulary::from_bytes(&tokenizer, &model.eos).map_err(Failure::of("tokenizer"))?;
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
@@ -156,7 +156,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
         })?;
         let http = listener.local_addr().map_err(Failure::of("listen"))?;
         let (link, events) =
-            QuicLink::start(QuicSettings::new(identity, args.listen.clone())).await.map_err(Failure::of("listen"))?;
+            QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) }).await.map_err(Failure::of("listen"))?;
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
         let peer = link.local_peer().to_string();
         let stop = stop_on_signal();
@@ -167,11 +167,9 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
             json!({ "peer": peer, "addresses": addresses, "http": format!("http://{http}"), "pid": std::process::id() })
         ));
         let ready = tokio::spawn(say_ready(coordinator.clone(), http));
-        let server = api::serve(listener, std::sync::Arc::new(coordinator), text, stop);
-        let served = server.await.map_err(Failure::of("http"));
+        api::serve(listener, std::sync::Arc::new(coordinator), text, stop).await;
         ready.abort();
-        task.await.map_err(Failure::of("serve"))?;
-        served
+        task.await.map_err(Failure::of("serve"))
     })
 }
 

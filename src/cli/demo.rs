@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
 use crate::api::text::Vocabulary;
+use crate::cli::answer::Answer;
 use crate::cli::client::{Client, ClientError};
 use crate::cli::console::{self, Failure};
 use crate::cli::ids::read_ids;
@@ -114,15 +115,6 @@ struct Demo<'a> {
     cut: Vec<LayerRange>,
 }
 
-/// What the ring answered.
-#[derive(Debug, Default)]
-struct Answer {
-    text: String,
-    token_ids: Vec<TokenId>,
-    finish: String,
-    measured: serde_json::Map<String, Value>,
-}
-
 impl<'a> Demo<'a> {
     /// Refuses what can't work before a process is started.
     fn prepare(args: &'a DemoArgs) -> Result<Self, Failure> {
@@ -174,7 +166,8 @@ impl<'a> Demo<'a> {
         ring.stop().await;
         let answer = result?;
         let reference = self.reference()?;
-        let equal = reference == answer.token_ids;
+        let ids = answer.ids()?;
+        let equal = reference == ids;
         self.report(&answer, equal, &reference);
         if args.json {
             console::line(&self.json(&answer, equal, &stages).to_string());
@@ -182,7 +175,7 @@ impl<'a> Demo<'a> {
         if equal {
             Ok(())
         } else {
-            Err(Failure::new("equality", first_difference(&answer.token_ids, &reference)))
+            Err(Failure::new("equality", first_difference(&ids, &reference)))
         }
     }
 
@@ -211,8 +204,7 @@ impl<'a> Demo<'a> {
             let mut answer = Answer::default();
             let streamed = client.stream(&body, |event| {
                 let delta = answer.take(&event)?;
-                let tokens = u64::try_from(answer.token_ids.len()).unwrap_or(u64::MAX);
-                screen.show(&delta, tokens).map_err(Failure::of("stdout"))
+                screen.show(&delta, answer.completion_tokens).map_err(Failure::of("stdout"))
             });
             screen.finish().map_err(Failure::of("stdout"))?;
             streamed.map(|()| answer)
@@ -239,15 +231,12 @@ impl<'a> Demo<'a> {
     }
 
     fn json(&self, answer: &Answer, equal: bool, stages: &[Value]) -> Value {
-        let mut object = answer.measured.clone();
-        object.insert("token_ids".into(), json!(answer.token_ids));
-        object.insert("text".into(), json!(answer.text));
-        object.insert("finish_reason".into(), json!(answer.finish));
-        object.insert("reference_equal".into(), json!(equal));
-        object.insert("mode".into(), json!(self.args.mode.name()));
-        object.insert("wire".into(), json!(self.args.wire));
-        object.insert("stages".into(), json!(stages));
-        Value::Object(object)
+        let mut object = answer.json();
+        object["reference_equal"] = json!(equal);
+        object["mode"] = json!(self.args.mode.name());
+        object["wire"] = json!(self.args.wire);
+        object["stages"] = json!(stages);
+        object
     }
 
     fn report(&self, answer: &Answer, equal: bool, reference: &[TokenId]) {
@@ -287,28 +276,6 @@ fn first_difference(got: &[TokenId], reference: &[TokenId]) -> String {
         got.get(at),
         reference.get(at)
     )
-}
-
-impl Answer {
-    /// Takes an event; gives back its text.
-    fn take(&mut self, event: &Value) -> Result<String, Failure> {
-        if let Some(measured) = event["ringfence"].as_object() {
-            self.measured.extend(measured.clone());
-        }
-        let Some(choice) = event["choices"].as_array().and_then(|choices| choices.first()) else {
-            return Ok(String::new());
-        };
-        for id in choice["token_ids"].as_array().into_iter().flatten() {
-            let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-            self.token_ids.push(TokenId(id.ok_or_else(|| Failure::new("client", format!("a token id in {event}")))?));
-        }
-        if let Some(reason) = choice["finish_reason"].as_str() {
-            reason.clone_into(&mut self.finish);
-        }
-        let text = choice["text"].as_str().unwrap_or_default();
-        self.text.push_str(text);
-        Ok(text.to_owned())
-    }
 }
 
 impl From<ClientError> for Failure {

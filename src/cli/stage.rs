@@ -104,21 +104,12 @@ fn settings(args: &StageArgs, checkpoint: &Checkpoint) -> Result<CpuSettings, Fa
         let why = format!("--device {}: expected cpu, the one device that this program computes on", args.device);
         return Err(Failure::new("device", why));
     }
-    let limit = checkpoint.config().max_context;
-    let max_context = args.max_context.unwrap_or(limit);
-    if max_context == 0 || max_context > limit {
-        let why = format!("--max-context {max_context}: expected 1 to {limit}, the model's max_position_embeddings");
-        return Err(Failure::new("config", why));
-    }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(processors);
-    if threads == 0 || threads > 1_024 {
-        return Err(Failure::new("config", format!("--threads {threads}: expected 1 to 1024")));
-    }
     if args.max_sessions == 0 || args.max_sessions > 65_536 {
         return Err(Failure::new("config", format!("--max-sessions {}: expected 1 to 65536", args.max_sessions)));
     }
-    Ok(CpuSettings { threads, max_context, ..CpuSettings::default() })
+    Ok(CpuSettings { threads, max_context: args.max_context, ..CpuSettings::default() })
 }
 
 fn list_shards(args: &StageArgs) -> Result<(), Failure> {
@@ -166,7 +157,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
     };
-    let engine = CpuEngine::new(&checkpoint, args.range, settings).map_err(Failure::of("model"))?;
+    let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
     let settings = StageSettings {
         coordinator: args.coordinator.clone(),
         obey,
@@ -175,7 +166,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
     };
     let digest = checkpoint.digest();
     console::runtime()?.block_on(async {
-        let (link, events) = QuicLink::start(QuicSettings::new(identity, args.listen.clone()))
+        let (link, events) = QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
             .await
             .map_err(Failure::of("listen"))?;
         let facts = engine.facts().clone();
