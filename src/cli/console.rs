@@ -64,6 +64,18 @@ pub fn exit(result: Result<(), Failure>) -> ExitCode {
     }
 }
 
+/// Turns the result of a command for a person into an exit status; a failure is a note on stderr.
+#[must_use]
+pub fn exit_quietly(result: Result<(), Failure>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            note(&format!("error: {}", failure.why));
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// Starts the log on stderr.
 pub fn start_log() {
     let filter = EnvFilter::try_new(config::log_filter()).unwrap_or_else(|error| {

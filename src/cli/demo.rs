@@ -94,7 +94,7 @@ pub struct DemoArgs {
 
 /// Runs the command; success only if the ids are equal.
 pub fn run(args: &DemoArgs) -> ExitCode {
-    console::exit(start(args))
+    console::exit_quietly(start(args))
 }
 
 fn start(args: &DemoArgs) -> Result<(), Failure> {

@@ -38,10 +38,10 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Stage(args) => stage::run(args),
         Command::Coordinator(args) => coordinator::run(args),
-        Command::Generate(args) => console::exit(generate::run(args, &mut out).map_err(Failure::of("generate"))),
+        Command::Generate(args) => console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate"))),
         Command::Score(args) => {
             let mut local = |args: &ScoreArgs, ids: &[TokenId]| score_locally(args, ids).map_err(Into::into);
-            console::exit(score::run(args, &mut out, &mut local).map_err(Failure::of("score")))
+            console::exit_quietly(score::run(args, &mut out, &mut local).map_err(Failure::of("score")))
         }
     }
 }

@@ -36,6 +36,7 @@ pub(crate) struct Rig {
     pub(crate) stages: Vec<Stage>,
     pub(crate) coordinator: Coordinator,
     pub(crate) coordinator_peer: PeerId,
+    pub(crate) coordinator_address: Multiaddr,
     stop: watch::Sender<bool>,
     task: JoinHandle<()>,
 }
@@ -55,13 +56,20 @@ pub(crate) fn engine(checkpoint: &Checkpoint, range: LayerRange) -> CpuEngine {
     CpuEngine::new(checkpoint, range, &CpuSettings { max_context: Some(1_024), ..CpuSettings::default() }).unwrap()
 }
 
-pub(crate) fn start_stage(network: &MemoryNetwork, coordinator: PeerId, engine: Box<dyn Engine>, digest: [u8; 32]) -> Stage {
+/// Starts a stage that obeys `coordinator`, and with `dial` goes to it by itself.
+pub(crate) fn start_stage(
+    network: &MemoryNetwork,
+    coordinator: PeerId,
+    dial: Option<Multiaddr>,
+    engine: Box<dyn Engine>,
+    digest: [u8; 32],
+) -> Stage {
     let (link, events) = network.link();
     let (peer, address) = (link.local_peer(), link.addresses()[0].clone());
     let (stop, stopped) = watch::channel(false);
     let parts = StageParts { engine, link, events, model_digest: digest, stop: stopped, observer: None };
     let settings = StageSettings {
-        coordinator: None,
+        coordinator: dial,
         obey: Obey::Peers([coordinator].into()),
         max_sessions: MAX_SESSIONS,
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
@@ -89,11 +97,11 @@ impl Rig {
         let checkpoint = tiny();
         let network = MemoryNetwork::new();
         let (link, events) = network.link();
-        let coordinator_peer = link.local_peer();
+        let (coordinator_peer, coordinator_address) = (link.local_peer(), link.addresses()[0].clone());
         let digest = checkpoint.digest();
         let stages: Vec<Stage> = cut
             .iter()
-            .map(|range| start_stage(&network, coordinator_peer, wrap(engine(&checkpoint, *range)), digest))
+            .map(|range| start_stage(&network, coordinator_peer, None, wrap(engine(&checkpoint, *range)), digest))
             .collect();
         let settings = CoordinatorSettings {
             stages: stages.iter().map(|stage| stage.address.clone()).collect(),
@@ -116,7 +124,7 @@ impl Rig {
         };
         let (stop, stopped) = watch::channel(false);
         let (coordinator, task) = start(CoordinatorParts { link, events, model, shape, stop: stopped }, settings);
-        let rig = Self { network, stages, coordinator, coordinator_peer, stop, task };
+        let rig = Self { network, stages, coordinator, coordinator_peer, coordinator_address, stop, task };
         rig.ready().await;
         rig
     }
@@ -135,6 +143,11 @@ impl Rig {
         if tokio::time::timeout(PATIENCE, waiting).await.is_err() {
             panic!("never came: {what}; {:?}", self.coordinator.status());
         }
+    }
+
+    /// Sessions of readers that are not yet freed everywhere.
+    pub(crate) fn coordinator_sessions(&self) -> u32 {
+        self.coordinator.status().sessions
     }
 
     pub(crate) async fn run(&self, request: Request) -> Run {
