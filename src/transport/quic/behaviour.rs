@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
 use libp2p::core::Endpoint;
@@ -57,7 +56,7 @@ impl Behaviour {
 
     fn admit(&self) -> Result<(), ConnectionDenied> {
         let limit = self.shared.settings.inbound_max;
-        if self.shared.closed.load(Ordering::Acquire) {
+        if self.shared.is_closed() {
             return Err(ConnectionDenied::new(Denied::Closing));
         }
         if self.inbound.len() >= limit {

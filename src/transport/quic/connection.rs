@@ -86,11 +86,13 @@ impl Connection {
     pub(super) async fn run(mut self, turn: Turn) {
         // As long as a dial: whoever says nothing in that time is no peer.
         let deadline = self.shared.settings.dial_deadline;
-        let settled = match timeout(deadline, self.settle()).await {
-            Ok(settled) => settled,
-            Err(_) => Err(format!("the peer did not introduce itself within {} ms", deadline.as_millis())),
-        };
         let (peer, shared) = (self.peer, Arc::clone(&self.shared));
+        let settled = tokio::select! {
+            settled = timeout(deadline, self.settle()) => settled.unwrap_or_else(|_| {
+                Err(format!("the peer did not introduce itself within {} ms", deadline.as_millis()))
+            }),
+            () = shared.until_closed() => Err("the link was shut down".to_owned()),
+        };
         match settled {
             Ok(settled) => self.live(settled, turn).await,
             Err(why) => {

@@ -16,7 +16,6 @@ mod lane;
 mod registry;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -27,7 +26,7 @@ use libp2p::core::Transport;
 use libp2p::core::muxing::StreamMuxerBox;
 use libp2p::identity::Keypair;
 use libp2p::{Multiaddr, PeerId, Swarm, quic, swarm};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use self::behaviour::Behaviour;
@@ -139,7 +138,7 @@ pub enum StartError {
 struct Shared {
     local: PeerId,
     settings: QuicSettings,
-    closed: AtomicBool,
+    closed: watch::Sender<bool>,
     registry: Mutex<Registry<Handle>>,
     addresses: Mutex<Vec<Multiaddr>>,
 }
@@ -154,11 +153,20 @@ impl Shared {
     }
 
     fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.closed.send_replace(true);
+    }
+
+    fn is_closed(&self) -> bool {
+        *self.closed.borrow()
+    }
+
+    async fn until_closed(&self) {
+        // The sender lives in `self`: this ends only when the link is closed.
+        let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
     }
 
     fn check_open(&self) -> Result<(), LinkError> {
-        if self.closed.load(Ordering::Acquire) { Err(LinkError::Closed) } else { Ok(()) }
+        if self.is_closed() { Err(LinkError::Closed) } else { Ok(()) }
     }
 
     fn queue(&self, peer: PeerId, lane: Lane) -> Result<mpsc::Sender<Outgoing>, LinkError> {
@@ -195,7 +203,7 @@ impl QuicLink {
         let shared = Arc::new(Shared {
             local,
             settings,
-            closed: AtomicBool::new(false),
+            closed: watch::Sender::new(false),
             registry: Mutex::new(Registry::new(local, rand::random())),
             addresses: Mutex::default(),
         });

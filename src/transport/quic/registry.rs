@@ -5,7 +5,8 @@
 //! others. The side with the smaller peer id decides: it takes the first connection whose hello
 //! comes, and closes copies; the other side follows. A hello tells a copy from a successor: it
 //! names the sender's instance and its oldest connection that still lives, so a connection older
-//! than that is dead on the sender's side.
+//! than that is dead on the sender's side. A copy stays one when the connection it copies has
+//! ended: else a peer that was disconnected would come back through it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -44,6 +45,15 @@ struct Peer<H> {
     attempts: usize,
     waiters: Vec<Waiter>,
     turn: Turn,
+    /// The connection that was in use before, while copies of it may be pending.
+    last: Option<Ended>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Ended {
+    hello: Hello,
+    /// Connections that had been made when it ended.
+    numbers: u64,
 }
 
 #[derive(Debug)]
@@ -84,7 +94,7 @@ pub(super) enum Verdict<H> {
 
 impl<H> Default for Peer<H> {
     fn default() -> Self {
-        Self { current: None, pending: BTreeSet::new(), attempts: 0, waiters: Vec::new(), turn: Turn::default() }
+        Self { current: None, pending: BTreeSet::new(), attempts: 0, waiters: Vec::new(), turn: Turn::default(), last: None }
     }
 }
 
@@ -96,6 +106,24 @@ impl<H> Peer<H> {
                 // A dial that was given up waits no more.
                 let _ = waiter.send(Err(why.to_owned()));
             }
+        }
+    }
+
+    /// Takes the connection in use away.
+    fn end(&mut self, numbers: u64) -> Option<H> {
+        let current = self.current.take()?;
+        self.last = Some(Ended { hello: current.hello, numbers });
+        Some(current.handle)
+    }
+
+    /// Whether connection `number`, introduced by `hello`, was made beside the one in use or the
+    /// one before: neither side had seen the end of that one.
+    fn is_copy(&self, number: u64, hello: Hello) -> bool {
+        let beside = |other: Hello| other.instance == hello.instance && hello.oldest <= other.number;
+        match (&self.current, self.last) {
+            (Some(current), _) => beside(current.hello),
+            (None, Some(last)) => number <= last.numbers && beside(last.hello),
+            (None, None) => false,
         }
     }
 
@@ -178,11 +206,8 @@ impl<H> Registry<H> {
     pub(super) fn judge(&mut self, peer: PeerId, number: u64, hello: Hello, handle: H) -> Verdict<H> {
         let entry = self.peers.entry(peer).or_default();
         entry.pending.remove(&number);
-        if let Some(current) = &entry.current
-            && current.hello.instance == hello.instance
-            && hello.oldest <= current.hello.number
-        {
-            return Verdict::Refuse { why: "another connection to this peer is in use" };
+        if entry.is_copy(number, hello) {
+            return Verdict::Refuse { why: "a copy of the connection in use" };
         }
         self.serials += 1;
         let serial = self.serials;
@@ -222,7 +247,7 @@ impl<H> Registry<H> {
         if let Some(entry) = self.peers.get_mut(&peer) {
             entry.pending.remove(&number);
             if entry.current.as_ref().is_some_and(|current| current.number == number) {
-                entry.current = None;
+                entry.end(self.numbers);
             }
             entry.settle(why);
         }
@@ -242,14 +267,14 @@ impl<H> Registry<H> {
 
     /// Takes the connection in use away, to end it.
     pub(super) fn take(&mut self, peer: PeerId) -> Option<H> {
-        self.peers.get_mut(&peer)?.current.take().map(|current| current.handle)
+        self.peers.get_mut(&peer)?.end(self.numbers)
     }
 
     /// Takes every connection in use away and fails every dial.
     pub(super) fn take_all(&mut self, why: &str) -> Vec<H> {
         let mut handles = Vec::new();
         for entry in self.peers.values_mut() {
-            handles.extend(entry.current.take().map(|current| current.handle));
+            handles.extend(entry.end(self.numbers));
             for waiter in entry.waiters.drain(..) {
                 let _ = waiter.send(Err(why.to_owned()));
             }
