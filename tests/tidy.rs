@@ -181,7 +181,8 @@ fn function_name(line: &str) -> Option<&str> {
     for word in ["pub", "(crate)", "(super)", "const", "async", "unsafe", "extern", "\"C\""] {
         rest = rest.strip_prefix(word).unwrap_or(rest).trim_start();
     }
-    let name = rest.strip_prefix("fn ")?;
+    // A macro's `fn $name` is measured where its text is, not where it is used.
+    let name = rest.strip_prefix("fn ").filter(|name| !name.starts_with('$'))?;
     Some(name.split(['(', '<']).next().unwrap_or(name))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! [`server`] has the routes and the limits; [`ask`] reads a request, [`text`] turns it into token
 //! ids; a session's events become an answer through [`stop`] and [`score`]. What is behind it is a
-//! [`Serve`](crate::coordinator::job::Serve); `docs/api.md` has every field and status.
+//! [`Serve`]; `docs/api.md` has every field and status.
 
 use std::sync::Arc;
 

@@ -1,16 +1,17 @@
 //! Text on stdout with a progress line below it on stderr, where that is a terminal.
 
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 /// Characters of an unfinished line that are shown above the progress line.
 const LINE_CHARS_MAX: usize = 1_000;
 
 /// Progress where stdout is elsewhere.
-const ALONE: &str = "{spinner} {pos}/{len} tokens, {per_sec}, {elapsed}";
+const ALONE: &str = "{spinner} {pos}/{len} tokens, {speed} tokens/s, {elapsed}";
 /// Progress below the unfinished line of text.
-const SHARED: &str = "{msg}\n{spinner} {pos}/{len} tokens, {per_sec}, {elapsed}";
+const SHARED: &str = "{msg}\n{spinner} {pos}/{len} tokens, {speed} tokens/s, {elapsed}";
 
 /// Shows an answer as it comes.
 pub(crate) struct Screen<'a> {
@@ -31,7 +32,10 @@ impl<'a> Screen<'a> {
             let template = if shared { SHARED } else { ALONE };
             // The templates are constants; if one were wrong, the default style would show.
             if let Ok(style) = ProgressStyle::with_template(template) {
-                bar.set_style(style);
+                bar.set_style(style.with_key("speed", |state: &ProgressState, text: &mut dyn fmt::Write| {
+                    // Writing to a text in memory does not fail.
+                    let _ = write!(text, "{:.1}", state.per_sec());
+                }));
             }
             bar.enable_steady_tick(std::time::Duration::from_millis(100));
             bar
@@ -45,13 +49,13 @@ impl<'a> Screen<'a> {
         self.last = delta.chars().last().or(self.last);
         if let (Some(bar), Some(line)) = (&self.bar, &mut self.line) {
             line.push_str(delta);
-            if let Some(end) = line.rfind('\n') {
-                let rest = line.split_off(end + 1);
-                bar.suspend(|| self.out.write_all(line.as_bytes()).and_then(|()| self.out.flush()))?;
-                *line = rest;
-            }
+            let rest = line.split_off(line.rfind('\n').map_or(0, |end| end + 1));
+            let complete = std::mem::replace(line, rest);
             let skip = line.chars().count().saturating_sub(LINE_CHARS_MAX);
             bar.set_message(line.chars().skip(skip).collect::<String>());
+            if !complete.is_empty() {
+                bar.suspend(|| self.out.write_all(complete.as_bytes()).and_then(|()| self.out.flush()))?;
+            }
         } else {
             self.out.write_all(delta.as_bytes())?;
             self.out.flush()?;

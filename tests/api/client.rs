@@ -146,7 +146,8 @@ async fn a_ring_is_started_for_scores_without_a_url() {
     let text = String::from_utf8(out.clone()).unwrap();
     expect![[r#"
         {"argmax":[300,300],"logprobs":[-0.25],"top":[[[300,-0.1]],[[300,-0.1]]],"mean_nll":0.25}
-    "#]].assert_eq(&text);
+    "#]]
+    .assert_eq(&text);
     out.clear();
     score::run(&ScoreArgs { json: false, ..args.clone() }, &mut out, &mut local).unwrap();
     expect![[r#"
@@ -154,7 +155,8 @@ async fn a_ring_is_started_for_scores_without_a_url() {
                0        0      300    -0.2500  300:-0.100
                1      300      300          -  300:-0.100
         mean negative log-likelihood: 0.250000
-    "#]].assert_eq(&String::from_utf8(out).unwrap());
+    "#]]
+    .assert_eq(&String::from_utf8(out).unwrap());
     let failed = score::run(&args, &mut Vec::new(), &mut |_, _| Err("no stage started".into()));
     assert!(matches!(&failed, Err(ScoreFailure::Local(why)) if why.to_string() == "no stage started"));
 }
