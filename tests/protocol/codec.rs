@@ -8,7 +8,7 @@ use ringfence::proto::codec::{
     CONTROL_HEADER_BYTES, Data, DecodeError, EncodeError, FRAME_BYTES_MAX, FRAME_IDS_MAX, FrameBuffer, bounded_reason,
     decode_control, decode_data, encode_control, encode_frame, encode_reply, frame_header_bytes,
 };
-use ringfence::proto::control::{Control, Join, Neighbour, Offer, Open, PROTOCOL_VERSION, Sampling, Want};
+use ringfence::proto::control::{Control, Join, Neighbour, Offer, Open, PROTOCOL_VERSION, Sampling, StageReport, Want};
 use ringfence::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
 
 use super::arbitrary::{any_control, any_frame, any_reply, damage, damaged};
