@@ -262,6 +262,8 @@ impl Round {
     }
 
     /// Takes in that the caller wants nothing more: a stop string came, or the client is gone.
+    ///
+    /// Commits that were judged before still go out, then the end; no further frame does.
     pub fn handle_stop(&mut self) {
         if self.phase != Phase::Done {
             self.end(RoundOutput::Finished(Finish::Stopped));

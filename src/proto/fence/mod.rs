@@ -4,8 +4,14 @@
 //! Owns one session's epoch, next position, settled floor and waiting frames on one stage. It is
 //! asked three times: on arrival, on dequeue and before forwarding.
 
+mod error;
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+
+pub use error::FenceError;
 
 use super::frame::FrameHead;
 use crate::ids::{Epoch, Position, SessionId, View};
@@ -34,7 +40,6 @@ pub struct FenceConfig {
 
 /// What became of a frame that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use]
 pub enum Arrival {
     /// Nothing in front of it is missing: [`Fence::poll_compute`] hands it out in its turn.
     Queued,
@@ -113,120 +118,6 @@ impl FenceCounters {
             DropReason::Duplicate => self.duplicate += 1,
         }
     }
-}
-
-/// Why a session fails on a stage.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum FenceError {
-    /// A frame of a membership that this session was not opened in.
-    #[error("session {session}: frame of view {got}, this session was opened in view {expected}")]
-    View {
-        /// The session.
-        session: SessionId,
-        /// The session's view.
-        expected: View,
-        /// The frame's view.
-        got: View,
-    },
-    /// Positions in front of a frame were never seen.
-    #[error(
-        "session {session}: epoch {epoch} continues at {got}, this stage expects {expected} \
-         (waited {} ms): frames were lost on the way, or sent out of order by the coordinator", .waited.as_millis()
-    )]
-    Gap {
-        /// The session.
-        session: SessionId,
-        /// The frame's epoch.
-        epoch: Epoch,
-        /// The position that should come first.
-        expected: Position,
-        /// The position that came.
-        got: Position,
-        /// How long the frame was held; zero where nothing that may come can close the gap.
-        waited: Duration,
-    },
-    /// An epoch re-opens a settled position.
-    #[error("session {session}: epoch {epoch} re-opens at {start}, positions below {floor} are settled")]
-    BelowFloor {
-        /// The session.
-        session: SessionId,
-        /// The frame's epoch.
-        epoch: Epoch,
-        /// Where the epoch starts.
-        start: Position,
-        /// The settled floor.
-        floor: Position,
-    },
-    /// A frame says that positions are settled which this stage has not computed.
-    #[error("session {session}: frame settles positions below {settled}, this stage computed those below {next}")]
-    Unsettled {
-        /// The session.
-        session: SessionId,
-        /// The frame's settled floor.
-        settled: Position,
-        /// Next position to compute.
-        next: Position,
-    },
-    /// A frame is further ahead than the session's state is sized for.
-    #[error(
-        "session {session}: frame {pos}+{len} with {settled} settled reaches {}, \
-         the session was opened with reach {reach}",
-        (u64::from(.pos.0) + u64::from(*.len)).saturating_sub(u64::from(.settled.0))
-    )]
-    Reach {
-        /// The session.
-        session: SessionId,
-        /// First position.
-        pos: Position,
-        /// Positions.
-        len: u32,
-        /// The frame's settled floor.
-        settled: Position,
-        /// The session's reach.
-        reach: u32,
-    },
-    /// A frame runs past the session's last position.
-    #[error("session {session}: frame {pos}+{len} runs past the session's end at {end}")]
-    PastEnd {
-        /// The session.
-        session: SessionId,
-        /// First position.
-        pos: Position,
-        /// Positions.
-        len: u32,
-        /// One past the last position.
-        end: Position,
-    },
-    /// A frame holds no position.
-    #[error("session {session}: frame at {pos} holds no position, expected at least one")]
-    Empty {
-        /// The session.
-        session: SessionId,
-        /// Its position.
-        pos: Position,
-    },
-    /// A frame lies before its epoch's first position, or its epoch starts in two places.
-    #[error("session {session}: frame at {pos} says that epoch {epoch} starts at {got}, expected {expected}")]
-    Start {
-        /// The session.
-        session: SessionId,
-        /// The frame's epoch.
-        epoch: Epoch,
-        /// The frame's position.
-        pos: Position,
-        /// Where the epoch started for this stage, or the highest start possible.
-        expected: Position,
-        /// The frame's start.
-        got: Position,
-    },
-    /// Too many frames wait.
-    #[error("session {session}: {limit} frames wait on this stage already: the coordinator sends more than it may")]
-    HeldFull {
-        /// The session.
-        session: SessionId,
-        /// Frames allowed.
-        limit: usize,
-    },
 }
 
 /// A frame that waits.
@@ -308,6 +199,12 @@ impl<T> Fence<T> {
         self.handed = head.pos.plus(head.len);
         self.ready = self.ready.max(self.handed);
         Some((head, body))
+    }
+
+    /// Whether [`Self::poll_compute`] would hand out a frame.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.waiting.contains_key(&(self.epoch, self.handed))
     }
 
     /// Takes in that a frame's compute is complete and says whether its result is still wanted.
@@ -415,11 +312,14 @@ impl<T> Fence<T> {
             return Err(FenceError::PastEnd { session, pos, len, end });
         }
         let floor = self.settled.max(settled);
-        if start < settled || (epoch > self.epoch && start < floor) {
+        if epoch > self.epoch && start < floor {
             return Err(FenceError::BelowFloor { session, epoch, start, floor });
         }
         if pos < start {
             return Err(FenceError::Start { session, epoch, pos, expected: pos, got: start });
+        }
+        if pos < settled {
+            return Err(FenceError::Settled { session, pos, settled });
         }
         if frame_end - u64::from(settled.0) > u64::from(reach) {
             return Err(FenceError::Reach { session, pos, len, settled, reach });
