@@ -1,6 +1,6 @@
 //! What every link promises, checked on both implementations through the trait.
 
-#![allow(clippy::unwrap_used, reason = "a test that fails, fails loudly")]
+#![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a test that fails, fails loudly")]
 
 #[path = "transport/contract.rs"]
 mod contract;

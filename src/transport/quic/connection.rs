@@ -127,7 +127,9 @@ impl Connection {
         };
         let hello = match control_in.note("a hello").await.map_err(|error| error.to_string())? {
             Note::Hello(hello) => hello,
-            other => return Err(control_in.unexpected_note(&other, "a hello").to_string()),
+            other @ (Note::Accept { .. } | Note::Farewell { .. }) => {
+                return Err(control_in.unexpected_note(&other, "a hello").to_string());
+            }
         };
         let decides = self.shared.registry().decides(self.peer);
         let heard = if decides { None } else { Some(accepted(&mut control_in).await?) };
@@ -275,7 +277,7 @@ async fn accepted(control: &mut LaneReader<Stream>) -> Result<u64, String> {
     match control.note("an accept").await.map_err(|error| error.to_string())? {
         Note::Accept { serial } => Ok(serial),
         Note::Farewell { reason } => Err(closed_by_peer(&reason)),
-        other => Err(control.unexpected_note(&other, "an accept").to_string()),
+        other @ Note::Hello(_) => Err(control.unexpected_note(&other, "an accept").to_string()),
     }
 }
 

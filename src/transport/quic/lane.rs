@@ -325,3 +325,141 @@ impl<S: AsyncWrite + Unpin> LaneWriter<S> {
         written
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Poll};
+
+    use futures::io::Cursor;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Gives its bytes a few at a time, with a pause before each.
+    struct Drip {
+        bytes: Vec<u8>,
+        at: usize,
+        step: usize,
+        paused: bool,
+    }
+
+    impl AsyncRead for Drip {
+        fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut [u8]) -> Poll<io::Result<usize>> {
+            self.paused = !self.paused;
+            if self.paused {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let bytes = into.len().min(self.step).min(self.bytes.len() - self.at);
+            into[..bytes].copy_from_slice(&self.bytes[self.at..self.at + bytes]);
+            self.at += bytes;
+            Poll::Ready(Ok(bytes))
+        }
+    }
+
+    async fn written(outgoing: Vec<Outgoing>) -> Vec<u8> {
+        let (sender, mut queue) = mpsc::channel(outgoing.len().max(1));
+        for item in outgoing {
+            sender.try_send(item).unwrap();
+        }
+        drop(sender);
+        let mut writer = LaneWriter::new(Cursor::new(Vec::new()));
+        writer.run(&mut queue).await.unwrap();
+        writer.stream.into_inner()
+    }
+
+    async fn all(mut reader: LaneReader<impl AsyncRead + Unpin>) -> (Vec<Incoming>, LaneError) {
+        let mut heard = Vec::new();
+        loop {
+            match reader.next().await {
+                Ok(incoming) => heard.push(incoming),
+                Err(error) => return (heard, error),
+            }
+        }
+    }
+
+    fn announced(prefix: u32) -> LaneReader<Cursor<Vec<u8>>> {
+        LaneReader::new(Lane::Control, Cursor::new(prefix.to_le_bytes().to_vec()))
+    }
+
+    #[tokio::test]
+    async fn bodies_of_every_size_come_back_however_the_bytes_come() {
+        let sizes = [0, 1, 3, COPY_MAX, COPY_MAX + 1, READ_STEP - 4, READ_STEP, COALESCE - 4, COALESCE, COALESCE + 1];
+        let sizes = [&sizes[..], &[300_000, 2, 0, 70_000]].concat();
+        let body = |size: usize| Bytes::from((0..size).map(|i| (i * 7 % 256) as u8).collect::<Vec<_>>());
+        let bytes = written(sizes.iter().map(|&size| Outgoing::Body(body(size))).collect()).await;
+        for step in [1_000_000, 4096, 1000, 7] {
+            let drip = Drip { bytes: bytes.clone(), at: 0, step, paused: false };
+            let (heard, end) = all(LaneReader::new(Lane::Data, drip)).await;
+            assert_eq!(end, LaneError::Ended { lane: Lane::Data });
+            assert_eq!(heard.len(), sizes.len());
+            for (incoming, &size) in heard.iter().zip(&sizes) {
+                assert!(*incoming == Incoming::Body(body(size)), "a body of {size} bytes in steps of {step}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn lengths_are_refused_before_anything_is_allocated() {
+        let lane = Lane::Control;
+        let limit = lane.bytes_max();
+        let mut reader = announced(limit + 1);
+        assert_eq!(reader.next().await, Err(LaneError::TooLong { lane, got: limit + 1, limit }));
+        assert!(reader.buffer.capacity() <= 2 * READ_STEP);
+        let mut reader = announced(NOTE | (NOTE_BYTES_MAX + 1));
+        let refused = LaneError::NoteTooLong { lane, got: NOTE_BYTES_MAX + 1, limit: NOTE_BYTES_MAX };
+        assert_eq!(reader.next().await, Err(refused));
+        // A length that is allowed takes no memory until the bytes come.
+        let mut reader = announced(limit);
+        assert_eq!(reader.next().await, Err(LaneError::Ended { lane }));
+        assert!(reader.buffer.capacity() <= 2 * READ_STEP);
+    }
+
+    #[tokio::test]
+    async fn notes_come_back_and_a_farewell_ends_the_lane() {
+        let hello = Note::Hello(Hello { instance: u64::MAX, number: 3, oldest: 2 });
+        for note in [hello, Note::Accept { serial: 7 }, Note::Farewell { reason: "wrong numerics id".to_owned() }] {
+            let mut writer = LaneWriter::new(Cursor::new(Vec::new()));
+            writer.note(&note).await.unwrap();
+            let mut reader = LaneReader::new(Lane::Control, Cursor::new(writer.stream.into_inner()));
+            assert_eq!(reader.next().await, Ok(Incoming::Note(note)));
+        }
+        let bodies = |n| Outgoing::Body(Bytes::from(vec![n]));
+        let bytes = written(vec![bodies(1), Outgoing::Farewell("done".to_owned()), bodies(2)]).await;
+        let (heard, _) = all(LaneReader::new(Lane::Control, Cursor::new(bytes))).await;
+        let farewell = Note::Farewell { reason: "done".to_owned() };
+        assert_eq!(heard, [Incoming::Body(Bytes::from_static(&[1])), Incoming::Note(farewell)]);
+    }
+
+    #[tokio::test]
+    async fn a_reason_is_shortened_between_characters_and_cleaned() {
+        let reason = "é".repeat(REASON_BYTES_MAX) + "\n";
+        let bytes = written(vec![Outgoing::Farewell(reason)]).await;
+        let (heard, _) = all(LaneReader::new(Lane::Control, Cursor::new(bytes))).await;
+        assert_eq!(heard, [Incoming::Note(Note::Farewell { reason: "é".repeat(REASON_BYTES_MAX / 2) })]);
+        let bytes = written(vec![Outgoing::Farewell("a\x1b[31m\nb".to_owned())]).await;
+        let (heard, _) = all(LaneReader::new(Lane::Control, Cursor::new(bytes))).await;
+        assert_eq!(heard, [Incoming::Note(Note::Farewell { reason: "a[31mb".to_owned() })]);
+    }
+
+    proptest! {
+        #[test]
+        fn no_input_panics_or_takes_more_memory_than_it_is_long(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let mut reader = LaneReader::new(Lane::Data, Cursor::new(bytes));
+                while reader.next().await.is_ok() {}
+                assert!(reader.buffer.capacity() <= 2 * READ_STEP);
+            });
+        }
+
+        #[test]
+        fn a_note_is_what_it_was_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..40)) {
+            if let Some(note) = Note::decode(&bytes) {
+                let mut again = Vec::new();
+                note.encode(&mut again);
+                prop_assert_eq!(Note::decode(&again[PREFIX..]), Some(note));
+            }
+        }
+    }
+}

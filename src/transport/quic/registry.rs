@@ -94,7 +94,14 @@ pub(super) enum Verdict<H> {
 
 impl<H> Default for Peer<H> {
     fn default() -> Self {
-        Self { current: None, pending: BTreeSet::new(), attempts: 0, waiters: Vec::new(), turn: Turn::default(), last: None }
+        Self {
+            current: None,
+            pending: BTreeSet::new(),
+            attempts: 0,
+            waiters: Vec::new(),
+            turn: Turn::default(),
+            last: None,
+        }
     }
 }
 
@@ -281,10 +288,198 @@ impl<H> Registry<H> {
         }
         handles
     }
+}
 
-    /// Peers that something is known of.
-    #[cfg(test)]
-    fn known(&self) -> usize {
-        self.peers.len()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two registries that talk over imagined connections; handles are the numbers at either end.
+    struct Pair {
+        small: Registry<u64>,
+        large: Registry<u64>,
+    }
+
+    type Ends = (u64, u64);
+
+    impl Pair {
+        fn new() -> Self {
+            let (a, b) = (PeerId::random(), PeerId::random());
+            Self { small: Registry::new(a.min(b), 1), large: Registry::new(a.max(b), 2) }
+        }
+
+        fn names(&self) -> (PeerId, PeerId) {
+            (self.small.local, self.large.local)
+        }
+
+        /// A connection comes to stand on both sides.
+        fn connect(&mut self) -> Ends {
+            let (small, large) = self.names();
+            (self.small.begin(large, true).unwrap().0, self.large.begin(small, false).unwrap().0)
+        }
+
+        /// The hello that the large side sends.
+        fn hello(&self, ends: Ends) -> Hello {
+            self.large.hello(self.small.local, ends.1)
+        }
+
+        /// The small side hears a hello.
+        fn judge(&mut self, ends: Ends, hello: Hello) -> Verdict<u64> {
+            self.small.judge(self.large.local, ends.0, hello, ends.0)
+        }
+
+        /// The large side hears that it was accepted.
+        fn follow(&mut self, ends: Ends, serial: u64) -> Verdict<u64> {
+            let hello = self.small.hello(self.large.local, ends.0);
+            self.large.follow(self.small.local, ends.1, (hello, serial), ends.1)
+        }
+
+        /// Settles a connection on both sides.
+        fn settle(&mut self, ends: Ends) {
+            let hello = self.hello(ends);
+            let Verdict::Accept { serial, bury: None } = self.judge(ends, hello) else { panic!("refused") };
+            assert_eq!(self.follow(ends, serial), Verdict::Accept { serial, bury: None });
+        }
+    }
+
+    fn refused(verdict: &Verdict<u64>) -> bool {
+        matches!(verdict, Verdict::Refuse { .. })
+    }
+
+    #[test]
+    fn of_two_connections_the_first_introduced_is_used() {
+        let mut pair = Pair::new();
+        let (first, second) = (pair.connect(), pair.connect());
+        let (first_hello, second_hello) = (pair.hello(first), pair.hello(second));
+        let Verdict::Accept { serial, bury: None } = pair.judge(second, second_hello) else { panic!("refused") };
+        assert!(refused(&pair.judge(first, first_hello)));
+        assert_eq!(pair.follow(second, serial), Verdict::Accept { serial, bury: None });
+        let (small, large) = pair.names();
+        assert_eq!(pair.small.current(large), Some(&second.0));
+        assert_eq!(pair.large.current(small), Some(&second.1));
+        assert!(pair.small.decides(large) && !pair.large.decides(small));
+    }
+
+    #[test]
+    fn a_copy_stays_one_when_the_connection_ended() {
+        let mut pair = Pair::new();
+        let (small, large) = pair.names();
+        let (first, copy) = (pair.connect(), pair.connect());
+        let copy_hello = pair.hello(copy);
+        pair.settle(first);
+        assert_eq!(pair.small.take(large), Some(first.0));
+        pair.large.gone(small, first.1, "ended");
+        assert!(refused(&pair.judge(copy, copy_hello)));
+    }
+
+    #[test]
+    fn a_connection_made_after_the_end_is_none() {
+        for large_knows in [true, false] {
+            let mut pair = Pair::new();
+            let (small, large) = pair.names();
+            let first = pair.connect();
+            pair.settle(first);
+            // The small side ends it and dials again; the large side may not know yet.
+            pair.small.take(large);
+            if large_knows {
+                pair.large.gone(small, first.1, "ended");
+            }
+            let second = pair.connect();
+            let hello = pair.hello(second);
+            let Verdict::Accept { serial, bury: None } = pair.judge(second, hello) else { panic!("refused") };
+            let bury = (!large_knows).then_some(first.1);
+            assert_eq!(pair.follow(second, serial), Verdict::Accept { serial, bury });
+        }
+    }
+
+    #[test]
+    fn a_peer_that_lost_the_connection_gets_another() {
+        let mut pair = Pair::new();
+        let (small, _) = pair.names();
+        let first = pair.connect();
+        pair.settle(first);
+        // Only the large side knows of the end.
+        pair.large.take(small);
+        let second = pair.connect();
+        let hello = pair.hello(second);
+        assert_eq!(pair.judge(second, hello), Verdict::Accept { serial: 2, bury: Some(first.0) });
+    }
+
+    #[test]
+    fn a_peer_that_restarted_gets_another() {
+        let mut pair = Pair::new();
+        let (small, large) = pair.names();
+        let first = pair.connect();
+        pair.settle(first);
+        pair.large = Registry::new(large, 3);
+        let (near, far) = pair.connect();
+        assert_eq!(far, first.1, "the numbers start over");
+        let hello = pair.hello((near, far));
+        assert_eq!(pair.judge((near, far), hello), Verdict::Accept { serial: 2, bury: Some(first.0) });
+        assert_eq!(pair.large.current(small), None);
+    }
+
+    #[test]
+    fn an_accept_that_was_overtaken_is_refused() {
+        let mut pair = Pair::new();
+        let (small, large) = pair.names();
+        let (first, second) = (pair.connect(), pair.connect());
+        let hello = pair.hello(first);
+        let Verdict::Accept { serial: early, .. } = pair.judge(first, hello) else { panic!("refused") };
+        pair.small.take(large);
+        let third = pair.connect();
+        pair.large.gone(small, second.1, "broke");
+        let hello = Hello { oldest: third.1, ..pair.hello(third) };
+        let Verdict::Accept { serial: late, .. } = pair.judge(third, hello) else { panic!("refused") };
+        assert_eq!(pair.follow(third, late), Verdict::Accept { serial: late, bury: None });
+        assert!(refused(&pair.follow(first, early)));
+        assert_eq!(pair.large.current(small), Some(&third.1));
+    }
+
+    #[test]
+    fn a_dial_ends_with_the_last_hope() {
+        let (mut registry, peer) = (Registry::<u64>::new(PeerId::random(), 1), PeerId::random());
+        let (waiter, mut outcome) = oneshot::channel();
+        assert_eq!(registry.attempt(peer, waiter), Attempt::Start);
+        let (other, mut other_outcome) = oneshot::channel();
+        assert_eq!(registry.attempt(peer, other), Attempt::Start);
+        registry.attempt_failed(peer, "no route");
+        assert!(outcome.try_recv().is_err(), "the other dial may succeed");
+        let (number, turn) = registry.begin(peer, true).unwrap();
+        registry.gone(peer, number, "closed at once");
+        assert_eq!(outcome.try_recv().unwrap(), Err("closed at once".to_owned()));
+        assert_eq!(other_outcome.try_recv().unwrap(), Err("closed at once".to_owned()));
+        registry.forget(peer);
+        assert_eq!(registry.peers.len(), 1, "a turn is out");
+        drop(turn);
+        registry.forget(peer);
+        assert_eq!(registry.peers.len(), 0);
+    }
+
+    #[test]
+    fn a_dial_is_fulfilled_when_the_owner_knows() {
+        let mut pair = Pair::new();
+        let (_, large) = pair.names();
+        let (waiter, mut outcome) = oneshot::channel();
+        assert_eq!(pair.small.attempt(large, waiter), Attempt::Start);
+        let ends = pair.connect();
+        pair.settle(ends);
+        let (late, mut late_outcome) = oneshot::channel();
+        assert_eq!(pair.small.attempt(large, late), Attempt::Wait);
+        assert!(outcome.try_recv().is_err() && late_outcome.try_recv().is_err());
+        pair.small.up(large, ends.0);
+        assert_eq!((outcome.try_recv(), late_outcome.try_recv()), (Ok(Ok(())), Ok(Ok(()))));
+        let (after, mut after_outcome) = oneshot::channel();
+        assert_eq!(pair.small.attempt(large, after), Attempt::Wait);
+        assert_eq!(after_outcome.try_recv(), Ok(Ok(())));
+    }
+
+    #[test]
+    fn unsettled_connections_of_a_peer_are_bounded() {
+        let (mut registry, peer) = (Registry::<u64>::new(PeerId::random(), 1), PeerId::random());
+        let turns: Vec<_> = (0..PENDING_MAX).map(|_| registry.begin(peer, false).unwrap()).collect();
+        assert!(registry.begin(peer, false).is_none());
+        registry.gone(peer, turns[0].0, "silent");
+        assert!(registry.begin(peer, false).is_some());
     }
 }
