@@ -92,7 +92,19 @@ impl Wire {
         outcome
     }
 
-    fn encode_into(&self, first: Position, hidden: &[bf16], out: &mut [u8]) -> Result<(), WireError> {
+    /// Writes the bytes of positions `first …` to `out`, which has just their length.
+    ///
+    /// # Errors
+    /// As [`Wire::encode`]; `out` is undefined then.
+    pub fn encode_into(&self, first: Position, hidden: &[bf16], out: &mut [u8]) -> Result<(), WireError> {
+        let positions = self.positions("values", hidden.len(), self.hc * self.dim)?;
+        if self.positions("bytes", out.len(), self.position_bytes())? != positions {
+            return Err(WireError::Length {
+                unit: "bytes",
+                got: out.len(),
+                expected: positions * self.position_bytes(),
+            });
+        }
         let rows = hidden.chunks_exact(self.hc * self.dim);
         for (p, (row, bytes)) in rows.zip(out.chunks_exact_mut(self.position_bytes())).enumerate() {
             let nan = |stream| WireError::Nan { position: first.plus(p as u32), stream };

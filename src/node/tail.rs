@@ -2,7 +2,8 @@
 //!
 //! Owns which positions are true and the logits row that scores the next fed token.
 
-use crate::engine::{Engine, EngineError, sample};
+use crate::engine::sample::{LogSoftmax, Sampler};
+use crate::engine::{Engine, EngineError};
 use crate::ids::{Position, SessionId, TokenId};
 use crate::proto::control::Open;
 use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
@@ -24,9 +25,10 @@ pub(crate) enum TailError {
 pub(crate) struct Tail {
     open: Open,
     frontier: Frontier,
-    /// Logits of `last_at`, kept only where scores are wanted.
+    sampler: Sampler,
+    /// Logits of the last answered position, kept only where scores are wanted.
     last_row: Vec<f32>,
-    last_at: Option<Position>,
+    last: Option<(Position, LogSoftmax)>,
 }
 
 impl Tail {
@@ -34,8 +36,9 @@ impl Tail {
         Self {
             frontier: Frontier::new(open.prompt_len, open.reach),
             open,
+            sampler: Sampler::new(),
             last_row: Vec::new(),
-            last_at: None,
+            last: None,
         }
     }
 
@@ -91,19 +94,22 @@ impl Tail {
     }
 
     fn answer_row(&mut self, pos: Position, fed: Option<f32>, row: &[f32]) -> Answer {
-        let token = sample::pick(row, &self.open.sampling, pos.plus(1));
+        let token = self.sampler.pick(row, &self.open.sampling, pos.plus(1));
         let scores = self.open.want.scores.map(|top| {
+            let softmax = self.sampler.log_softmax(row);
+            let top = self.sampler.top(row, &softmax, top as usize);
             self.last_row.clear();
             self.last_row.extend_from_slice(row);
-            self.last_at = Some(pos);
-            Scores { fed, top: sample::top_log_probs(row, top as usize) }
+            self.last = Some((pos, softmax));
+            Scores { fed, top }
         });
         Answer { token, scores }
     }
 
+    /// Log-probability of the token fed at `pos`, where the row before it is known.
     fn fed_score(&self, pos: Position, id: TokenId) -> Option<f32> {
-        let known = self.open.want.scores.is_some() && self.last_at.is_some_and(|last| last.plus(1) == pos);
-        known.then(|| sample::log_prob(&self.last_row, id))
+        let (_, softmax) = self.last.as_ref().filter(|(last, _)| last.plus(1) == pos)?;
+        Some(softmax.of(&self.last_row, id))
     }
 
     fn draft(

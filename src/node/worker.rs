@@ -16,8 +16,9 @@ use half::bf16;
 use libp2p::PeerId;
 
 use crate::clock;
-use crate::engine::{Chunk, Engine, Output, wire};
-use crate::ids::{Epoch, SessionId, WireEncoding};
+use crate::engine::wire::Wire;
+use crate::engine::{Chunk, Engine, Output};
+use crate::ids::{Epoch, SessionId};
 use crate::node::counters::Counters;
 use crate::node::membership::Route;
 use crate::node::session::{Session, Work};
@@ -317,7 +318,7 @@ impl Worker {
         let session = self.sessions.get_mut(&id).ok_or("the session was closed")?;
         let engine = self.parts.engine.as_mut();
         let (hc, dim) = (engine.facts().hc, engine.facts().dim);
-        let encoding = session.open.encoding;
+        let wire = Wire::new(session.open.encoding, hc, dim);
         let hidden = if engine.facts().is_head() {
             for payload in &work.payloads {
                 if !payload.is_empty() {
@@ -326,8 +327,7 @@ impl Worker {
             }
             None
         } else {
-            self.hidden.resize(work.ids.len() * hc * dim, bf16::ZERO);
-            decode_payloads(work, encoding, (hc, dim), &mut self.hidden)?;
+            decode_payloads(work, &wire, &mut self.hidden)?;
             Some(&self.hidden[..])
         };
         let chunk = Chunk { session: id, pos: work.pos(), ids: &work.ids, hidden, logits_from: work.logits_from() };
@@ -338,7 +338,7 @@ impl Worker {
                 let replies = replies.map_err(|error| error.to_string())?;
                 replies.iter().map(|reply| codec::encode_reply(reply).map_err(|error| error.to_string())).collect()
             }
-            None => encode_frames(work, encoding, (hc, dim), &self.output.hidden),
+            None => encode_frames(work, &wire, hc * dim, &self.output.hidden),
         }
     }
 
@@ -354,37 +354,32 @@ impl Worker {
     }
 }
 
-fn decode_payloads(
-    work: &Work,
-    encoding: WireEncoding,
-    (hc, dim): (usize, usize),
-    hidden: &mut [bf16],
-) -> Result<(), String> {
-    let mut at = 0;
+fn decode_payloads(work: &Work, wire: &Wire, hidden: &mut Vec<bf16>) -> Result<(), String> {
+    hidden.clear();
     for (head, payload) in work.heads.iter().zip(&work.payloads) {
-        let values = head.len as usize * hc * dim;
-        wire::decode(encoding, payload, (hc, dim), &mut hidden[at..at + values]).map_err(|error| error.to_string())?;
-        at += values;
+        let expected = head.len as usize * wire.position_bytes();
+        if payload.len() != expected {
+            return Err(format!(
+                "frame of {} positions with {} payload bytes, expected {expected}",
+                head.len,
+                payload.len()
+            ));
+        }
+        wire.decode(head.pos, payload, hidden).map_err(|error| error.to_string())?;
     }
     Ok(())
 }
 
-fn encode_frames(
-    work: &Work,
-    encoding: WireEncoding,
-    (hc, dim): (usize, usize),
-    hidden: &[bf16],
-) -> Result<Vec<Bytes>, String> {
+fn encode_frames(work: &Work, wire: &Wire, row: usize, hidden: &[bf16]) -> Result<Vec<Bytes>, String> {
     let mut bodies = Vec::with_capacity(work.heads.len());
     let mut at = 0;
     for head in &work.heads {
         let len = head.len as usize;
         let ids = &work.ids[at..at + len];
-        let mut buffer = codec::FrameBuffer::begin(head, ids, len * encoding.position_bytes(hc, dim))
+        let mut buffer = codec::FrameBuffer::begin(head, ids, len * wire.position_bytes())
             .map_err(|error| error.to_string())?;
-        let values = &hidden[at * hc * dim..(at + len) * hc * dim];
-        wire::encode(encoding, values, (hc, dim), buffer.payload_mut())
-            .map_err(|error| format!("{error}, first position {}", head.pos))?;
+        let values = &hidden[at * row..(at + len) * row];
+        wire.encode_into(head.pos, values, buffer.payload_mut()).map_err(|error| error.to_string())?;
         bodies.push(buffer.finish());
         at += len;
     }
