@@ -12,7 +12,7 @@ use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
 use crate::coordinator::localize::blame;
 use crate::coordinator::run::Shell;
 use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Session};
-use crate::ids::{LayerRange, Position, SessionId, View, WireEncoding};
+use crate::ids::{LayerRange, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
 use crate::proto::frame::Reply;
@@ -128,6 +128,10 @@ impl Shell {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let current = reply.view == self.ring.view();
         if let Phase::Running = session.phase {
+            if let Some(token) = beyond(&reply, self.vocab) {
+                let why = format!("the tail answers with token id {token}, the vocabulary ends at {}", self.vocab);
+                return self.fail(id, JobError::Diverged { why });
+            }
             session.round.handle_reply(reply, now);
             if current {
                 self.went_round(now);
@@ -366,6 +370,13 @@ impl Shell {
             }
         }
     }
+}
+
+/// A token of a reply that the vocabulary does not have.
+fn beyond(reply: &Reply, vocab: u32) -> Option<TokenId> {
+    let answers = reply.answers.iter().map(|answer| answer.token);
+    let drafts = reply.draft.iter().flat_map(|block| block.tokens.iter().copied());
+    answers.chain(drafts).find(|token| token.0 >= vocab)
 }
 
 fn stage_lost(peer: PeerId, range: LayerRange, why: &str) -> JobError {

@@ -103,6 +103,7 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
         sessions: BTreeMap::new(),
         failed_dials,
         eos: parts.model.eos.iter().copied().collect(),
+        vocab: parts.model.vocab,
         shape: parts.shape,
         link: parts.link,
         report_at: now,
@@ -124,6 +125,8 @@ pub(super) struct Shell {
     pub(super) sessions: BTreeMap<SessionId, Session>,
     failed_dials: mpsc::Sender<(PeerId, LinkError)>,
     pub(super) eos: std::collections::BTreeSet<crate::ids::TokenId>,
+    /// Ids at or above it are no token.
+    pub(super) vocab: u32,
     pub(super) shape: ModelShape,
     report_at: Instant,
     pub(super) probe_at: Instant,
@@ -223,7 +226,7 @@ impl Shell {
                 match output {
                     LivenessOutput::SendHeartbeat { seq } => beats.push((*peer, seq)),
                     LivenessOutput::Suspect { .. } => self.ring.handle_suspect(*peer, true),
-                    LivenessOutput::Alive { .. } => self.ring.handle_suspect(*peer, false),
+                    LivenessOutput::Alive => self.ring.handle_suspect(*peer, false),
                     LivenessOutput::Dead { silent_for } => dead.push((*peer, silent_for)),
                 }
             }
