@@ -13,7 +13,7 @@
 //! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says.
 
 pub mod api;
-//pub mod cli;
+pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod coordinator;

@@ -17,11 +17,16 @@ mod screen;
 pub mod stage;
 pub mod tiling;
 
+use std::sync::OnceLock;
+
 use crate::engine::NUMERICS_ID;
 use crate::proto::control::PROTOCOL_VERSION;
 
 /// What `--version` says: of the program, the protocol and the arithmetic.
 #[must_use]
-pub fn version() -> String {
-    format!("{} (protocol {PROTOCOL_VERSION}, numerics {NUMERICS_ID})", env!("CARGO_PKG_VERSION"))
+pub fn version() -> &'static str {
+    static VERSION: OnceLock<String> = OnceLock::new();
+    VERSION.get_or_init(|| {
+        format!("{} (protocol {PROTOCOL_VERSION}, numerics {NUMERICS_ID})", env!("CARGO_PKG_VERSION"))
+    })
 }

@@ -99,7 +99,7 @@ fn open_model(args: &StageArgs) -> Result<Checkpoint, Failure> {
     Ok(checkpoint)
 }
 
-fn settings(args: &StageArgs, checkpoint: &Checkpoint) -> Result<CpuSettings, Failure> {
+fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
     if args.device != "cpu" {
         let why = format!("--device {}: expected cpu, the one device that this program computes on", args.device);
         return Err(Failure::new("device", why));
@@ -123,7 +123,7 @@ fn list_shards(args: &StageArgs) -> Result<(), Failure> {
 
 fn check(args: &StageArgs) -> Result<(), Failure> {
     let checkpoint = open_model(args)?;
-    let settings = settings(args, &checkpoint)?;
+    let settings = settings(args)?;
     let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
     let weights = checkpoint.weights(args.range).map_err(Failure::of("model"))?;
     weights.check_values().map_err(Failure::of("model"))?;
@@ -150,7 +150,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
     }
     let obey = obey(args)?;
     let checkpoint = open_model(args)?;
-    let settings = settings(args, &checkpoint)?;
+    let settings = settings(args)?;
     let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
     need.check(console::memory_free()).map_err(Failure::of("memory"))?;
     let identity = match &args.identity {

@@ -3,7 +3,7 @@
 //!
 //! Holds no layer and no tensor. Pure: [`plan`] (which offers tile the layers), [`ring`] (the
 //! membership), [`localize`] (whom a missing reply is blamed on). Shell: [`run`] owns everything
-//! in one loop, [`drive`] is the part of it that moves sessions, [`session`] one of them.
+//! in one loop, `drive` is the part of it that moves sessions, `session` one of them.
 //! [`job`] is what the API sees, through [`handle`].
 
 mod drive;
