@@ -49,6 +49,18 @@ pub struct ShardNeed {
     pub file_bytes: Option<u64>,
 }
 
+impl ShardNeed {
+    /// What a person wants to know: how much of the file is needed, and whether it is there.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let need = format!("{} tensors, {} bytes of them needed", self.tensors, self.tensor_bytes);
+        match self.file_bytes {
+            Some(bytes) => format!("{bytes} bytes\t{need}"),
+            None => format!("missing\t{need}"),
+        }
+    }
+}
+
 /// A model's files, with configuration and index read and checked.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {

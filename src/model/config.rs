@@ -346,7 +346,7 @@ fn read_sizes(reader: &Reader<'_>, raw: &Raw) -> Result<ModelConfig, ModelError>
         o_groups: reader.size("o_groups", raw.o_groups, 1, 1024)?,
         window: reader.size("sliding_window", raw.sliding_window, 1, 1 << 20)?,
         ratios: read_ratios(reader, raw, layers)?,
-        index_heads: reader.size("index_n_heads", raw.index_n_heads, 1, 1024)?,
+        index_heads: reader.size("index_n_heads", raw.index_n_heads, 1, 128)?,
         index_dim: reader.size("index_head_dim", raw.index_head_dim, 1, 4096)?,
         index_topk: reader.size("index_topk", raw.index_topk, 1, 1 << 20)?,
         experts,
@@ -355,7 +355,7 @@ fn read_sizes(reader: &Reader<'_>, raw: &Raw) -> Result<ModelConfig, ModelError>
         hash_layers: narrow(hash),
         route_scale: reader.number("routed_scaling_factor", raw.routed_scaling_factor, 0.0, 1e6)?,
         swiglu_limit: reader.number("swiglu_limit", raw.swiglu_limit.or(Some(0.0)), 0.0, 1e6)?,
-        hc: reader.size("hc_mult", raw.hc_mult, 1, 16)?,
+        hc: reader.size("hc_mult", raw.hc_mult, 1, 8)?,
         sinkhorn_iters: reader.size("hc_sinkhorn_iters", raw.hc_sinkhorn_iters, 1, 1000)?,
         hc_eps: reader.number("hc_eps", raw.hc_eps.or(Some(1e-6)), 0.0, 1.0)?,
         norm_eps: reader.number("rms_norm_eps", raw.rms_norm_eps.or(Some(1e-6)), 0.0, 1.0)?,
@@ -456,7 +456,8 @@ fn check_relations(reader: &Reader<'_>, config: &ModelConfig) -> Result<(), Mode
     reader.multiple("q_lora_rank", config.q_rank, LINEAR_GROUP)?;
     reader.multiple("o_groups · o_lora_rank", config.o_groups * config.o_rank, LINEAR_GROUP)?;
     reader.multiple("moe_intermediate_size", config.inner, LINEAR_GROUP)?;
-    reader.multiple("qk_rope_head_dim", config.rope_dim, 2)?;
+    reader.multiple("qk_rope_head_dim", config.rope_dim, 16)?;
+    reader.multiple("head_dim", config.head_dim, 64)?;
     if config.heads % config.o_groups != 0 {
         return Err(reader.refuse("o_groups", config.o_groups, format!("a divisor of {} heads", config.heads)));
     }
@@ -467,10 +468,14 @@ fn check_relations(reader: &Reader<'_>, config: &ModelConfig) -> Result<(), Mode
             format!("at most head_dim {}", config.head_dim),
         ));
     }
+    // Products run over tiles of 16 outputs and, for attention's output, whole scale blocks.
+    reader.multiple("o_lora_rank", config.o_rank, 16)?;
+    reader.multiple("num_attention_heads / o_groups · head_dim", config.heads / config.o_groups * config.head_dim, LINEAR_GROUP)?;
     reader.multiple("head_dim − qk_rope_head_dim", config.head_dim - config.rope_dim, 64)?;
     if config.ratios.contains(&OVERLAP_RATIO) {
-        if config.index_dim < config.rope_dim.max(32) || !config.index_dim.is_power_of_two() {
-            let expected = format!("a power of two, at least {}", config.rope_dim.max(32));
+        let (least, most) = (config.rope_dim.max(64), 256);
+        if !(least..=most).contains(&config.index_dim) || !config.index_dim.is_power_of_two() {
+            let expected = format!("a power of two, {least} to {most}");
             return Err(reader.refuse("index_head_dim", config.index_dim, expected));
         }
     }

@@ -204,4 +204,12 @@ pub enum ModelError {
         /// The last expert.
         last: usize,
     },
+    /// A tensor's values can't be held in the form that computes.
+    #[error("tensor {tensor}: {why}: download its shard again")]
+    Pack {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong.
+        why: String,
+    },
 }
