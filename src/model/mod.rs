@@ -4,11 +4,12 @@
 //! another model, [`names`] one spelling of tensor names, [`layout`] which tensors a range needs
 //! with their shapes, [`shard`] the safetensors header read without trust, [`source`] files of a
 //! directory or of the embedded model, [`checkpoint`] all of it behind one value, [`weights`] the
-//! bytes of one range. It decides nothing about how an engine holds them.
+//! bytes of one range, [`format`] the number formats in them. It decides nothing about how an engine holds them.
 
 pub mod checkpoint;
 pub mod config;
 pub mod error;
+pub mod format;
 pub mod layout;
 pub mod names;
 pub mod shard;

@@ -130,7 +130,7 @@ fn pick(
     });
     ctx.plain(&w.weights_proj, Rows::new(&s.x_wide, rows.len()), &mut a.index_w);
     #[allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "an fp32 constant of the model")]
-    let factor = ((width as f64).powf(-0.5) * (heads as f64).powf(-0.5)) as f32;
+    let factor = (1.0 / (width as f64).sqrt() * (1.0 / (heads as f64).sqrt())) as f32;
     scale_weights(&mut a.index_w, factor);
     for (at, row) in rows.iter().enumerate() {
         if !scored(row) {
@@ -170,7 +170,7 @@ pub(super) fn attend_all<'k>(
         scratch.push(Mutex::default());
     }
     #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "an fp32 constant of the model")]
-    let scale = ((q.len() / m / heads) as f64).powf(-0.5) as f32;
+    let scale = (1.0 / ((q.len() / m / heads) as f64).sqrt()) as f32;
     let scratch = &*scratch;
     pool.run_columns(Columns::all(o, 1), item, &|mut columns| {
         let first = columns.range().start / item;

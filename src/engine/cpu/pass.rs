@@ -4,15 +4,13 @@
 
 use half::bf16;
 
-use super::kernel::Isa;
-use super::kernel::pool::Pool;
 use super::load::Weights;
+use super::ops::Ctx;
 use super::scratch::Scratch;
 use super::state::{SessionState, to_usize};
 use super::{CpuEngine, layer, position, tail};
 use crate::engine::{Chunk, EngineError, Output, wire};
-use crate::ids::{LayerRange, WireEncoding};
-use crate::model::ModelConfig;
+use crate::ids::WireEncoding;
 
 /// Rows that go through a layer together. More would only cost scratch: weights are decoded once
 /// for several rows at a time anyway.
@@ -27,19 +25,6 @@ pub(super) struct Row {
     pub(super) pos: usize,
     /// Token id, below the vocabulary.
     pub(super) id: usize,
-}
-
-/// What every operation of a pass needs.
-#[derive(Clone, Copy)]
-pub(super) struct Ctx<'a> {
-    /// Sizes.
-    pub(super) config: &'a ModelConfig,
-    /// Threads.
-    pub(super) pool: &'a Pool,
-    /// Instructions.
-    pub(super) isa: Isa,
-    /// Layers held.
-    pub(super) range: LayerRange,
 }
 
 /// A pass's parts, borrowed from the engine side by side.
@@ -83,7 +68,7 @@ struct Run {
 impl CpuEngine {
     pub(super) fn parts(&mut self) -> Parts<'_> {
         Parts {
-            ctx: Ctx { config: &self.config, pool: &self.pool, isa: self.isa, range: self.facts.range },
+            ctx: Ctx { config: &self.config, pool: &mut self.pool, isa: self.isa, range: self.facts.range },
             weights: &self.weights,
             scratch: &mut self.scratch,
             sessions: &mut self.sessions,
@@ -180,7 +165,7 @@ impl CpuEngine {
 }
 
 /// Copies every row's embedding to all of its streams.
-fn embed(parts: &mut Parts<'_>) {
+pub(super) fn embed(parts: &mut Parts<'_>) {
     let (hc, dim) = (parts.ctx.config.hc, parts.ctx.config.dim);
     let scratch = &mut *parts.scratch;
     for (row, hidden) in scratch.rows.iter().zip(scratch.hidden.chunks_exact_mut(hc * dim)) {
@@ -200,7 +185,7 @@ fn boundary(parts: &mut Parts<'_>, layer: u16) -> Result<(), EngineError> {
         if shape.encoding == WireEncoding::Bf16 || !shape.boundaries.contains(&layer) {
             continue;
         }
-        if wire::roundtrip(shape.encoding, dim, hidden).is_err() {
+        if wire::roundtrip(shape.encoding, (hc, dim), hidden).is_err() {
             return Err(EngineError::NotFinite { range: parts.ctx.range, pos: position(row.pos) });
         }
     }
@@ -208,7 +193,7 @@ fn boundary(parts: &mut Parts<'_>, layer: u16) -> Result<(), EngineError> {
 }
 
 /// Refuses a hidden state that holds anything but numbers.
-fn finite(parts: &Parts<'_>) -> Result<(), EngineError> {
+pub(super) fn finite(parts: &Parts<'_>) -> Result<(), EngineError> {
     let width = parts.ctx.config.hc * parts.ctx.config.dim;
     for (row, hidden) in parts.scratch.rows.iter().zip(parts.scratch.hidden.chunks_exact(width)) {
         if !hidden.iter().all(|value| value.is_finite()) {

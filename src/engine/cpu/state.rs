@@ -36,6 +36,11 @@ impl<T: Copy> Ring<T> {
         &mut self.data[at..at + self.width]
     }
 
+    /// Overwrites every row.
+    pub(super) fn fill(&mut self, with: T) {
+        self.data.fill(with);
+    }
+
     /// Values to a row.
     pub(super) fn width(&self) -> usize {
         self.width
