@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use half::bf16;
 use ringfence::engine::cpu::inspect;
 use ringfence::engine::cpu::{CpuEngine, CpuSettings};
-use ringfence::engine::{Chunk, Drafts, Engine, EngineError, OpenError, Output, SessionShape, wire};
+use ringfence::engine::wire::Wire;
+use ringfence::engine::{Chunk, Drafts, Engine, EngineError, OpenError, Output, SessionShape};
 use ringfence::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
 use ringfence::model::Checkpoint;
 
@@ -139,7 +140,7 @@ fn reopening_reads_nothing_stale() {
     engine.open(TWO, &shape(REACH)).unwrap();
     let mut next = 0;
     // Around the ends of blocks, the window, the first row that needs the indexer, and a ring's end.
-    let near = |p: usize| p < 40 || (58..86).contains(&p) || (126..150).contains(&p);
+    let near = |p: usize| (1..20).contains(&p) || (60..70).contains(&p) || (78..82).contains(&p) || (126..130).contains(&p);
     for pos in (1..200).filter(|&p| near(p)) {
         if next < pos {
             feed(&mut engine, TWO, next, &truth[next..pos]);
@@ -253,11 +254,10 @@ fn chained(
         let engine = stages.get_mut(&(pair[0], pair[1])).unwrap();
         let chunk = Chunk { session: ONE, pos: at, ids, hidden: hidden.as_deref(), logits_from: at };
         engine.forward(&[chunk], &mut out).unwrap();
-        let dim = engine.facts().dim;
-        let mut bytes = Vec::new();
-        wire::encode(encoding, dim, &out.hidden, &mut bytes).unwrap();
-        let mut decoded = vec![bf16::ZERO; out.hidden.len()];
-        wire::decode(encoding, dim, &bytes, &mut decoded).unwrap();
+        let wire = Wire::new(encoding, engine.facts().hc, engine.facts().dim);
+        let (mut bytes, mut decoded) = (Vec::new(), Vec::new());
+        wire.encode(at, &out.hidden, &mut bytes).unwrap();
+        wire.decode(at, &bytes, &mut decoded).unwrap();
         hidden = Some(decoded);
     }
     out

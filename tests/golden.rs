@@ -3,8 +3,6 @@
 
 #[path = "golden/layers.rs"]
 mod layers;
-#[path = "golden/ops.rs"]
-mod ops;
 #[path = "golden/read.rs"]
 mod read;
 #[path = "golden/whole.rs"]

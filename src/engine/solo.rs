@@ -4,7 +4,8 @@
 //! picked by the tail's own function at the positions where they will be fed, nothing is drafted:
 //! so the result is the stream that a ring with these boundaries must commit.
 
-use super::{Chunk, Engine, EngineError, OpenError, Output, SessionShape, sample};
+use super::sample::{Sampler, greedy};
+use super::{Chunk, Engine, EngineError, OpenError, Output, SessionShape};
 use crate::ids::{Position, SessionId, TokenId, WireEncoding};
 use crate::proto::control::Sampling;
 
@@ -122,12 +123,13 @@ pub fn generate(engine: &mut dyn Engine, request: &Request<'_>) -> Result<Vec<To
     let positions = count(prompt.len()).saturating_add(request.max_new - 1);
     let shape = shape(positions, chunk, &request.boundaries, request.encoding);
     let mut session = Session::open(engine, &shape)?;
+    let mut sampler = Sampler::new();
     for (at, ids) in prompt.chunks(chunk).enumerate() {
         session.feed(at * chunk, ids, last)?;
     }
     loop {
         let pos = prompt.len() + tokens.len();
-        let token = sample::pick(&session.out.logits, &request.sampling, position(pos));
+        let token = sampler.pick(&session.out.logits, &request.sampling, position(pos));
         tokens.push(token);
         if tokens.len() == request.max_new as usize || request.eos.contains(&token) {
             return Ok(tokens);
@@ -158,15 +160,16 @@ pub fn score(
     let vocab = engine.facts().vocab;
     let mut session = Session::open(engine, &shape(count(ids.len()), chunk, boundaries, encoding))?;
     let mut score = Score { argmax: Vec::new(), logprobs: Vec::new(), top: Vec::new(), mean_nll: 0.0 };
-    let greedy = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
+    let mut sampler = Sampler::new();
     for (at, part) in ids.chunks(chunk).enumerate() {
         session.feed(at * chunk, part, at * chunk)?;
         for row in session.out.logits.chunks_exact(vocab) {
             let next = score.argmax.len() + 1;
-            score.argmax.push(sample::pick(row, &greedy, position(next)));
-            score.top.push(sample::top_log_probs(row, top as usize));
+            let softmax = sampler.log_softmax(row);
+            score.argmax.push(greedy(row));
+            score.top.push(sampler.top(row, &softmax, top as usize));
             if let Some(id) = ids.get(next) {
-                score.logprobs.push(sample::log_prob(row, *id));
+                score.logprobs.push(softmax.of(row, *id));
             }
         }
     }

@@ -50,6 +50,21 @@ fn kind(tag: &str) -> &str {
     if tag == "prefill" { "prefill" } else { "decode" }
 }
 
+/// Bounds of a sublayer's result: it is added to streams of many times its size.
+#[track_caller]
+fn sublayer_within(what: &str, distance: &Distance) {
+    println!(
+        "{what}: {:.2e}, {:.1} % of {} rows within 1e-3, worst {:.2e}",
+        distance.total(),
+        100.0 * distance.share(1e-3),
+        distance.count(),
+        distance.worst()
+    );
+    assert!(distance.total() <= 1e-2, "{what}: relative L2 {}", distance.total());
+    assert!(distance.share(1e-3) >= 0.95, "{what}: {} of rows within 1e-3", distance.share(1e-3));
+}
+
+/// Bounds of the goldens' README.
 #[track_caller]
 fn within(what: &str, distance: &Distance) {
     println!(
@@ -72,9 +87,11 @@ fn layers_fed_the_golden_input() {
         let mut all = std::collections::BTreeMap::<String, Distance>::new();
         for pass in passes(&golden) {
             feed(&mut engine, &golden, &pass, |layer, trace| {
-                for (what, ours, width) in
-                    [("out", &trace.out, HC * DIM), ("attn_out", &trace.attn_out, DIM), ("ffn_out", &trace.ffn_out, DIM)]
-                {
+                for (what, ours, width) in [
+                    ("out", &trace.out, HC * DIM),
+                    ("attn_out", &trace.attn_out, DIM),
+                    ("ffn_out", &trace.ffn_out, DIM),
+                ] {
                     let expected = golden.bf16(&format!("{}.layer{layer}.{what}", pass.tag));
                     let mut distance = Distance::default();
                     distance.add(&wide(ours), &wide(&expected), width);
@@ -90,6 +107,8 @@ fn layers_fed_the_golden_input() {
             if what.contains("layer") {
                 println!("{what}: {:.2e}, worst row {:.2e}", distance.total(), distance.worst());
                 assert!(distance.total() <= 5e-3, "{what}: {}", distance.total());
+            } else if what.contains("_out") {
+                sublayer_within(what, distance);
             } else {
                 within(what, distance);
             }
@@ -143,30 +162,32 @@ fn the_indexer_picks_the_golden_slots() {
     for name in ["p2-short", "p4-detail"] {
         let golden = Golden::open(name);
         let mut engine = engine(1);
-        let (mut rows, mut differing, mut worst) = (0, 0, 0f32);
+        let (mut rows, mut chosen, mut differing, mut worst) = (0, 0, 0, 0f32);
         for pass in passes(&golden) {
-            feed(&mut engine, &golden, &pass, |layer, trace| {
+            for layer in [2, 4, 6] {
+                let hidden = golden.bf16(&format!("{}.layer{}.out", pass.tag, layer - 1));
                 let tensor = format!("{}.layer{layer}.indexer_topk", pass.tag);
-                if !golden.has(&tensor) {
-                    return;
-                }
+                let (picks, width) = (golden.i32(&tensor), golden.shape(&tensor)[1]);
                 let offset = if pass.tag == "prefill" { pass.ids.len() } else { WINDOW };
-                let width = golden.shape(&tensor)[1];
-                for (row, picks) in golden.i32(&tensor).chunks_exact(width.max(1)).enumerate() {
+                for (row, id) in pass.ids.iter().enumerate() {
+                    let hidden = &hidden[row * HC * DIM..(row + 1) * HC * DIM];
+                    let trace = inspect::layer(&mut engine, SESSION, layer, position(pass.pos + row), &[*id], hidden);
+                    let picks = picks[row * width..(row + 1) * width].iter().filter(|&&pick| pick >= 0);
                     let mut expected: Vec<u32> =
-                        picks.iter().filter(|&&p| p >= 0).map(|&p| u32::try_from(p).unwrap() - u32::try_from(offset).unwrap()).collect();
+                        picks.map(|&pick| u32::try_from(pick).unwrap() - u32::try_from(offset).unwrap()).collect();
                     expected.sort_unstable();
                     rows += 1;
-                    if expected != trace.picks[row] {
+                    chosen += usize::from((pass.pos + row + 1) / 4 > expected.len());
+                    if expected != trace.picks[0] {
                         differing += 1;
-                        worst = worst.max(pick_gap(&expected, &trace.picks[row], &trace.index_scores[row]));
+                        worst = worst.max(pick_gap(&expected, &trace.picks[0], &trace.index_scores));
                     }
                 }
-            });
+            }
         }
-        println!("{name}: {differing} of {rows} rows of picks differ, worst score gap {worst}");
-        assert!(rows > 0);
-        assert!(differing * 20 <= rows, "{name}: {differing} of {rows} rows of picks differ");
+        println!("{name}: {differing} of {rows} rows of picks differ ({chosen} had a choice), worst gap {worst}");
+        assert!(rows > 0 && (chosen > 0) == (name == "p4-detail"));
+        assert!(differing * 20 <= chosen, "{name}: {differing} of {chosen} rows of picks differ");
         assert!(worst <= 0.05, "{name}: a slot was missed by {worst} of its row's largest score");
     }
 }
@@ -288,7 +309,11 @@ fn taps_head_and_logits() {
                     taps[(3 * row + k) * DIM..][..DIM].copy_from_slice(tap);
                 }
             }
-            all.entry("taps").or_default().add(&wide(&taps), &wide(&golden.bf16(&format!("{tag}.main_hidden"))), 3 * DIM);
+            all.entry("taps").or_default().add(
+                &wide(&taps),
+                &wide(&golden.bf16(&format!("{tag}.main_hidden"))),
+                3 * DIM,
+            );
             let y = inspect::hc_head(&mut engine, &golden.bf16(&format!("{tag}.layer6.out")));
             let expected = golden.bf16(&format!("{tag}.hc_head"));
             all.entry("hc_head").or_default().add(&wide(&y), &wide(&expected), DIM);
@@ -325,9 +350,11 @@ fn draft_blocks_fed_the_golden_taps_and_windows() {
             for stage in 0..3 {
                 let trace = inspect::draft_stage(&mut engine, SESSION, stage, at, &hidden);
                 let prefix = format!("draft{k}.mtp{stage}");
-                for (what, ours, width) in
-                    [("out", &trace.out, HC * DIM), ("attn_out", &trace.attn_out, DIM), ("ffn_out", &trace.ffn_out, DIM)]
-                {
+                for (what, ours, width) in [
+                    ("out", &trace.out, HC * DIM),
+                    ("attn_out", &trace.attn_out, DIM),
+                    ("ffn_out", &trace.ffn_out, DIM),
+                ] {
                     let expected = golden.bf16(&format!("{prefix}.{what}"));
                     all.entry(what).or_default().add(&wide(ours), &wide(&expected), width);
                 }
@@ -350,7 +377,10 @@ fn draft_blocks_fed_the_golden_taps_and_windows() {
             }
         }
         for (what, distance) in &all {
-            within(&format!("{name} draft {what}"), distance);
+            // A block has few rows: one scale that falls on the other side of a power of two shows.
+            let check = if what.contains("out") { sublayer_within } else { within };
+            check(&format!("{name} draft {what}"), distance);
+            assert!(distance.worst() <= 0.1, "{name} draft {what}: worst row {}", distance.worst());
         }
         println!("{name}: {equal} of 40 draft tokens equal, confidence off by {confidence_off:.2e}");
         assert!(equal >= 36, "{name}: {equal} of 40 draft tokens equal");

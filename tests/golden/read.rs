@@ -60,7 +60,7 @@ impl Golden {
 /// The whole tiny model with one drafting session of 512 positions open.
 pub fn engine(threads: usize) -> CpuEngine {
     let checkpoint = Checkpoint::tiny().unwrap();
-    let settings = CpuSettings { threads, max_context: 1024, ..CpuSettings::default() };
+    let settings = CpuSettings { threads, max_context: Some(1024), ..CpuSettings::default() };
     let mut engine = CpuEngine::new(&checkpoint, checkpoint.all_layers(), &settings).unwrap();
     let shape = SessionShape {
         positions: 512,

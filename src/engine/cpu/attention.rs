@@ -17,7 +17,7 @@ use super::kernel::vector::{hadamard, head_norm, rms_norm, widen};
 use super::load::{AttentionWeights, IndexerWeights, LayerWeights};
 use super::ops::{Ctx, sized};
 use super::pass::{Parts, Row};
-use super::scratch::{AttentionScratch, LayerScratch, Picks};
+use super::scratch::LayerScratch;
 use super::state::{LayerState, Ring, SessionState};
 use crate::model::config::OVERLAP_RATIO;
 
@@ -51,7 +51,8 @@ pub(super) fn target(
         s.attn.picks.rows.resize(rows.len(), None);
     }
     let sessions = &*sessions;
-    let see = |at: usize, picks: &Picks| {
+    let (q, picks) = (&s.attn.q, &s.attn.picks);
+    let see = |at: usize| {
         let row = &rows[at];
         let layer = layer_state(sessions, row.slot, place);
         let visible = if ratio > 0 { (row.pos + 1) / ratio } else { 0 };
@@ -63,10 +64,8 @@ pub(super) fn target(
         let window = window(&layer.window, row.pos, ctx.config.window);
         Keys { window, window_size: ctx.config.window, compressed, slots, block: &[] }
     };
-    let (q, picks) = (&s.attn.q, &s.attn.picks);
-    let view = |at: usize| see(at, picks);
     let o = sized(&mut s.attn.o, q.len());
-    attend_all(ctx.pool, ctx.isa, (q, &w.sink, rows.len()), &view, (&mut s.attn.attend, o));
+    attend_all(ctx.pool, ctx.isa, (q, &w.sink, rows.len()), &see, (&mut s.attn.attend, o));
     output(ctx, w, table, rows, s);
 }
 

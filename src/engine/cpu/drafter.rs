@@ -30,8 +30,8 @@ pub(super) fn take_in(parts: &mut Parts<'_>) {
 /// `main_x = main_norm(main_proj(taps))` of all rows.
 pub(super) fn project(parts: &mut Parts<'_>, drafter: &DrafterWeights) {
     let (isa, config) = (parts.ctx.isa, parts.ctx.config);
-    let Scratch { taps, draft, .. } = &mut *parts.scratch;
-    let width = taps.len() / parts.scratch.rows.len();
+    let Scratch { rows, taps, draft, .. } = &mut *parts.scratch;
+    let width = taps.len() / rows.len();
     draft.tap_codes.quantize(isa, taps, width);
     parts.ctx.linear(&drafter.main_proj, &draft.tap_codes, &mut draft.projected);
     let main_x = sized(&mut draft.main_x, draft.projected.len());
@@ -103,7 +103,9 @@ pub(super) fn feed_forward(parts: &mut Parts<'_>, drafter: &DrafterWeights, stag
 
 /// Ends the block: logits with the Markov head's bias, one token after the other.
 pub(super) fn propose(parts: &mut Parts<'_>, drafter: &DrafterWeights, anchor: usize) -> Drafts {
-    let Weights { tail: Some(target), .. } = parts.weights else { return Drafts { tokens: vec![], confidence: vec![] } };
+    let Weights { tail: Some(target), .. } = parts.weights else {
+        return Drafts { tokens: vec![], confidence: vec![] };
+    };
     let Scratch { hidden, head: s, draft, .. } = &mut *parts.scratch;
     s.hidden.clear();
     s.hidden.extend_from_slice(hidden);

@@ -121,7 +121,7 @@ fn run<M: Quantized>(ctx: &mut Ctx<'_>, expert: &Expert<M>, x: &QuantRows, route
     for (row, out) in out.chunks_exact_mut(inner).enumerate() {
         let of = row * inner..(row + 1) * inner;
         let weight = if routed { s.row_weights[row] } else { 1.0 };
-        swiglu(ctx.isa, &s.gate[of.clone()], &s.up[of], (ctx.config.swiglu_limit, weight), out);
+        swiglu(ctx.isa, &s.gate[of.clone()], &s.up[of], ctx.config.swiglu_limit, weight, out);
     }
     s.inner_codes.quantize(ctx.isa, &s.inner, inner);
     ctx.linear(&expert.w2, &s.inner_codes, &mut s.out);

@@ -196,13 +196,7 @@ pub fn block_input(engine: &mut CpuEngine, anchor: TokenId) -> Vec<bf16> {
 }
 
 /// Runs one draft stage behind position `at` on given hidden states.
-pub fn draft_stage(
-    engine: &mut CpuEngine,
-    session: SessionId,
-    stage: usize,
-    at: Position,
-    hidden: &[bf16],
-) -> Trace {
+pub fn draft_stage(engine: &mut CpuEngine, session: SessionId, stage: usize, at: Position, hidden: &[bf16]) -> Trace {
     let slot = index(engine, session);
     let ids = vec![TokenId(0); hidden.len() / (engine.config.hc * engine.config.dim)];
     let mut parts = engine.parts();

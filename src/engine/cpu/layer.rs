@@ -60,13 +60,8 @@ pub(super) fn enter(ctx: &mut Ctx<'_>, w: &HyperWeights, norm: &[f32], hidden: &
     let mixes = config.mixes();
     widen(isa, hidden, sized(&mut s.wide, hidden.len()));
     ctx.mix(&w.mix, Rows::new(&s.wide, m), &mut s.mixes);
-    let split = Split {
-        hc: config.hc,
-        iterations: config.sinkhorn_iters,
-        eps: config.hc_eps,
-        scale: &w.scale,
-        base: &w.base,
-    };
+    let split =
+        Split { hc: config.hc, iterations: config.sinkhorn_iters, eps: config.hc_eps, scale: &w.scale, base: &w.base };
     let (wide, raw) = (&s.wide, &s.mixes);
     ctx.each(sized(&mut s.mix, m), 1, &|row, mix| {
         let r = rms_factor(isa, &wide[row * width..(row + 1) * width], config.norm_eps);

@@ -217,8 +217,7 @@ impl Loader<'_> {
     }
 
     fn attention(&self, config: &ModelConfig, ratio: usize) -> Result<AttentionWeights, ModelError> {
-        let compressor =
-            (ratio > 0).then(|| self.compressor("attn.compressor", ratio, config.head_dim)).transpose()?;
+        let compressor = (ratio > 0).then(|| self.compressor("attn.compressor", ratio, config.head_dim)).transpose()?;
         let indexer = || {
             Ok::<_, ModelError>(IndexerWeights {
                 compressor: self.compressor("attn.indexer.compressor", ratio, config.index_dim)?,
@@ -283,9 +282,8 @@ impl Weights {
         let drafts = weights.checkpoint().drafts(range);
         let at = |prefix: String| Loader { weights, prefix };
         let root = at(String::new());
-        let layer = |layer| {
-            at(format!("layers.{layer}.")).layer(config, config.ratio(layer), layer < config.hash_layers)
-        };
+        let layer =
+            |layer| at(format!("layers.{layer}.")).layer(config, config.ratio(layer), layer < config.hash_layers);
         let tail = || {
             Ok::<_, ModelError>(TailWeights {
                 hc_head: root.head_mix()?,
@@ -324,9 +322,7 @@ impl Weights {
     /// Resident bytes, rotations not counted.
     pub(super) fn bytes(&self) -> u64 {
         let layers: usize = self.layers.iter().map(LayerWeights::bytes).sum();
-        let tail = self.tail.as_ref().map_or(0, |tail| {
-            tail.hc_head.bytes() + 4 * tail.norm.len() + tail.head.bytes()
-        });
+        let tail = self.tail.as_ref().map_or(0, |tail| tail.hc_head.bytes() + 4 * tail.norm.len() + tail.head.bytes());
         let drafter = self.drafter.as_ref().map_or(0, DrafterWeights::bytes);
         (2 * self.embedding.len() + layers + tail + drafter) as u64
     }
@@ -377,9 +373,10 @@ impl AttentionWeights {
     fn bytes(&self) -> usize {
         let matrices = self.wq_a.bytes() + self.wq_b.bytes() + self.wkv.bytes() + self.wo_a.bytes() + self.wo_b.bytes();
         let vectors = 4 * (self.q_norm.len() + self.kv_norm.len() + self.sink.len());
-        let indexer = self.indexer.as_ref().map_or(0, |indexer| {
-            indexer.compressor.bytes() + indexer.weights_proj.bytes() + indexer.wq_b.bytes()
-        });
+        let indexer = self
+            .indexer
+            .as_ref()
+            .map_or(0, |indexer| indexer.compressor.bytes() + indexer.weights_proj.bytes() + indexer.wq_b.bytes());
         matrices + vectors + indexer + self.compressor.as_ref().map_or(0, CompressorWeights::bytes)
     }
 }

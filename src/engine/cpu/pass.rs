@@ -9,7 +9,8 @@ use super::ops::Ctx;
 use super::scratch::Scratch;
 use super::state::{SessionState, to_usize};
 use super::{CpuEngine, layer, position, tail};
-use crate::engine::{Chunk, EngineError, Output, wire};
+use crate::engine::wire::Wire;
+use crate::engine::{Chunk, EngineError, Output};
 use crate::ids::WireEncoding;
 
 /// Rows that go through a layer together. More would only cost scratch: weights are decoded once
@@ -185,8 +186,9 @@ fn boundary(parts: &mut Parts<'_>, layer: u16) -> Result<(), EngineError> {
         if shape.encoding == WireEncoding::Bf16 || !shape.boundaries.contains(&layer) {
             continue;
         }
-        if wire::roundtrip(shape.encoding, (hc, dim), hidden).is_err() {
-            return Err(EngineError::NotFinite { range: parts.ctx.range, pos: position(row.pos) });
+        let pos = position(row.pos);
+        if Wire::new(shape.encoding, hc, dim).roundtrip(pos, hidden).is_err() {
+            return Err(EngineError::NotFinite { range: parts.ctx.range, pos });
         }
     }
     Ok(())

@@ -116,7 +116,6 @@ pub(super) struct DraftScratch {
     pub(super) projected: Vec<bf16>,
     /// `[m, dim]`.
     pub(super) main_x: Vec<bf16>,
-    pub(super) main_codes: QuantRows,
     /// `[block, rank]`-wide inputs of the Markov and confidence heads, as fp32.
     pub(super) markov: Vec<f32>,
     pub(super) bias: Vec<f32>,

@@ -202,7 +202,9 @@ mod tests {
     fn held(state: &SessionState) -> u64 {
         let compressor = |c: &CompressorState| 4 * (c.kv.data.len() + c.score.data.len()) + 2 * c.slots.len();
         let layer = |l: &LayerState| {
-            2 * l.window.data.len() + l.compressor.as_ref().map_or(0, compressor) + l.indexer.as_ref().map_or(0, compressor)
+            2 * l.window.data.len()
+                + l.compressor.as_ref().map_or(0, compressor)
+                + l.indexer.as_ref().map_or(0, compressor)
         };
         let draft: usize = state.draft.iter().map(|ring| 2 * ring.data.len()).sum();
         (state.layers.iter().map(layer).sum::<usize>() + draft) as u64
@@ -211,7 +213,9 @@ mod tests {
     #[test]
     fn the_arithmetic_says_what_is_allocated() {
         let checkpoint = Checkpoint::tiny().unwrap();
-        for (positions, reach, drafting) in [(1, 1, true), (7, 3, false), (300, 16, true), (2048, 2048, true), (2048, 6, false)] {
+        for (positions, reach, drafting) in
+            [(1, 1, true), (7, 3, false), (300, 16, true), (2048, 2048, true), (2048, 6, false)]
+        {
             let shape = SessionShape { positions, reach, boundaries: vec![], encoding: WireEncoding::Fp8, drafting };
             for range in ["0:7", "2:3", "4:7"] {
                 let sizes = Sizes::new(checkpoint.config(), range.parse().unwrap(), &shape, true);
