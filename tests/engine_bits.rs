@@ -140,7 +140,8 @@ fn reopening_reads_nothing_stale() {
     engine.open(TWO, &shape(REACH)).unwrap();
     let mut next = 0;
     // Around the ends of blocks, the window, the first row that needs the indexer, and a ring's end.
-    let near = |p: usize| (1..20).contains(&p) || (60..70).contains(&p) || (78..82).contains(&p) || (126..130).contains(&p);
+    let near =
+        |p: usize| (1..20).contains(&p) || (60..70).contains(&p) || (78..82).contains(&p) || (126..130).contains(&p);
     for pos in (1..200).filter(|&p| near(p)) {
         if next < pos {
             feed(&mut engine, TWO, next, &truth[next..pos]);

@@ -4,13 +4,13 @@
 //! frames in flight, greedy and sampled; clean ends inside a block; one session never touches
 //! another; a stage that dies is named, and the ring serves again once it is whole.
 
-#[path = "ring/rig.rs"]
-mod rig;
-#[path = "ring/equal.rs"]
-mod equal;
 #[path = "ring/ends.rs"]
 mod ends;
+#[path = "ring/equal.rs"]
+mod equal;
 #[path = "ring/faults.rs"]
 mod faults;
+#[path = "ring/rig.rs"]
+mod rig;
 #[path = "ring/scripted.rs"]
 mod scripted;

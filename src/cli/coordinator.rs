@@ -102,7 +102,9 @@ fn settings(args: &CoordinatorArgs) -> Result<CoordinatorSettings, Failure> {
         return Err(Failure::new("config", why));
     }
     if args.stage.is_empty() && args.allow.is_empty() && !args.open {
-        console::note("this coordinator takes no stage: name some with --stage MULTIADDR or --allow PEERID, or take any with --open");
+        console::note(
+            "this coordinator takes no stage: name some with --stage MULTIADDR or --allow PEERID, or take any with --open",
+        );
     }
     Ok(CoordinatorSettings {
         stages: args.stage.clone(),
@@ -156,7 +158,9 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
         })?;
         let http = listener.local_addr().map_err(Failure::of("listen"))?;
         let (link, events) =
-            QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) }).await.map_err(Failure::of("listen"))?;
+            QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
+                .await
+                .map_err(Failure::of("listen"))?;
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
         let peer = link.local_peer().to_string();
         let stop = stop_on_signal();

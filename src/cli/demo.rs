@@ -17,7 +17,7 @@ use crate::cli::console::{self, Failure};
 use crate::cli::ids::read_ids;
 use crate::cli::ring::{LocalRing, LocalRingOptions};
 use crate::cli::screen::Screen;
-use crate::cli::tiling::tile;
+use crate::cli::tiling::{tile, tile_plain};
 use crate::engine::cpu::{CpuEngine, CpuSettings};
 use crate::engine::solo;
 use crate::ids::{LayerRange, TokenId, WireEncoding};
@@ -134,14 +134,15 @@ impl<'a> Demo<'a> {
         if args.max_new == 0 {
             return Err(Failure::new("config", "--max-new 0: expected at least 1"));
         }
-        let taps = match (args.mode, &config.draft) {
-            (DemoMode::Plain, _) => None,
-            (DemoMode::Pipelined, Some(draft)) => Some(draft.targets.as_slice()),
-            (DemoMode::Pipelined, None) => {
+        let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
+        let cut = match args.mode {
+            DemoMode::Plain => tile_plain(config.layers, args.stages, taps),
+            DemoMode::Pipelined if taps.is_none() => {
                 return Err(Failure::new("config", "this model has no drafter: use --mode plain"));
             }
-        };
-        let cut = tile(config.layers, args.stages, taps).map_err(Failure::of("config"))?;
+            DemoMode::Pipelined => tile(config.layers, args.stages, taps),
+        }
+        .map_err(Failure::of("config"))?;
         Ok(Self { args, prompt, cut, checkpoint })
     }
 
@@ -172,11 +173,7 @@ impl<'a> Demo<'a> {
         if args.json {
             console::line(&self.json(&answer, equal, &stages).to_string());
         }
-        if equal {
-            Ok(())
-        } else {
-            Err(Failure::new("equality", first_difference(&ids, &reference)))
-        }
+        if equal { Ok(()) } else { Err(Failure::new("equality", first_difference(&ids, &reference))) }
     }
 
     fn introduce(&self, ring: &LocalRing) {
@@ -243,10 +240,13 @@ impl<'a> Demo<'a> {
         let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
         let list = |name: &str| {
             let values = answer.measured.get(name).and_then(Value::as_array);
-            let shown = values.map(|values| values.iter().map(|value| format!("{:.2}", value.as_f64().unwrap_or(f64::NAN))));
+            let shown =
+                values.map(|values| values.iter().map(|value| format!("{:.2}", value.as_f64().unwrap_or(f64::NAN))));
             shown.map_or_else(|| "-".to_owned(), |shown| shown.collect::<Vec<_>>().join("  "))
         };
-        let shown = |value: Option<f64>, digits: usize| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"));
+        let shown = |value: Option<f64>, digits: usize| {
+            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+        };
         let rows = [
             ("tokens per second", shown(number("tokens_per_second"), 1)),
             ("time to first token, ms", shown(number("ttft_ms"), 1)),
@@ -256,7 +256,10 @@ impl<'a> Demo<'a> {
             ("frames computed per token, by stage", list("frames_computed_per_token")),
             ("most frames in flight", shown(number("max_in_flight"), 0)),
             ("bytes per position and hop", shown(number("wire_bytes_per_position"), 0)),
-            ("ids equal to one undrafted process", format!("{} ({} tokens)", if equal { "yes" } else { "NO" }, reference.len())),
+            (
+                "ids equal to one undrafted process",
+                format!("{} ({} tokens)", if equal { "yes" } else { "NO" }, reference.len()),
+            ),
         ];
         let mut table = String::from("\n");
         for (name, value) in rows {

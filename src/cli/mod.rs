@@ -26,7 +26,6 @@ use crate::proto::control::PROTOCOL_VERSION;
 #[must_use]
 pub fn version() -> &'static str {
     static VERSION: OnceLock<String> = OnceLock::new();
-    VERSION.get_or_init(|| {
-        format!("{} (protocol {PROTOCOL_VERSION}, numerics {NUMERICS_ID})", env!("CARGO_PKG_VERSION"))
-    })
+    VERSION
+        .get_or_init(|| format!("{} (protocol {PROTOCOL_VERSION}, numerics {NUMERICS_ID})", env!("CARGO_PKG_VERSION")))
 }

@@ -12,7 +12,7 @@ use crate::cli::generate::{self, GenerateArgs};
 use crate::cli::ring::{LocalRing, LocalRingOptions};
 use crate::cli::score::{self, ScoreArgs, score_over_http};
 use crate::cli::stage::{self, StageArgs};
-use crate::cli::tiling::tile;
+use crate::cli::tiling::tile_plain;
 use crate::ids::TokenId;
 use crate::model::Checkpoint;
 
@@ -38,7 +38,9 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Stage(args) => stage::run(args),
         Command::Coordinator(args) => coordinator::run(args),
-        Command::Generate(args) => console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate"))),
+        Command::Generate(args) => {
+            console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))
+        }
         Command::Score(args) => {
             let mut local = |args: &ScoreArgs, ids: &[TokenId]| score_locally(args, ids).map_err(Into::into);
             console::exit_quietly(score::run(args, &mut out, &mut local).map_err(Failure::of("score")))
@@ -49,7 +51,9 @@ pub fn run(command: &Command) -> ExitCode {
 /// Scores ids on a ring that it starts and stops.
 fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failure> {
     let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
-    let cut = tile(checkpoint.config().layers, args.stages, None).map_err(Failure::of("config"))?;
+    let config = checkpoint.config();
+    let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
+    let cut = tile_plain(config.layers, args.stages, taps).map_err(Failure::of("config"))?;
     let wire = args.wire.unwrap_or_default();
     let options = LocalRingOptions { model: args.model.clone(), cut, wire, in_flight: None, drafts: None, threads: 1 };
     let ids = ids.to_vec();

@@ -166,9 +166,10 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
     };
     let digest = checkpoint.digest();
     console::runtime()?.block_on(async {
-        let (link, events) = QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
-            .await
-            .map_err(Failure::of("listen"))?;
+        let (link, events) =
+            QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
+                .await
+                .map_err(Failure::of("listen"))?;
         let facts = engine.facts().clone();
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
         console::line(&format!(

@@ -58,6 +58,18 @@ pub fn tile(layers: u16, stages: u16, taps: Option<&[u16]>) -> Result<Vec<LayerR
     Ok(ranges)
 }
 
+/// Cuts for plain decoding: where the tail can hold every tap the cut is that of pipelined mode, so
+/// that both modes have the same boundaries and so the same tokens.
+///
+/// # Errors
+/// [`TilingError::Count`].
+pub fn tile_plain(layers: u16, stages: u16, taps: Option<&[u16]>) -> Result<Vec<LayerRange>, TilingError> {
+    match tile(layers, stages, taps) {
+        Err(TilingError::Taps { .. }) => tile(layers, stages, None),
+        result => result,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,6 +90,16 @@ mod tests {
         assert_eq!(tiled(7, 5, taps), "0:1 1:2 2:3 3:4 4:7");
         assert!(tiled(7, 6, taps).contains("taps layers [4, 5, 6]"), "{}", tiled(7, 6, taps));
         assert_eq!(tiled(43, 3, Some(&[40, 41, 42])), "0:14 14:29 29:43");
+    }
+
+    #[test]
+    fn plain_cuts_as_pipelined_does_while_the_tail_can_hold_the_taps() {
+        let taps = Some(&[4, 5, 6][..]);
+        for stages in 1..=5 {
+            assert_eq!(tile_plain(7, stages, taps), tile(7, stages, taps));
+        }
+        assert_eq!(tile_plain(7, 7, taps), tile(7, 7, None));
+        assert!(tile_plain(7, 8, taps).is_err());
     }
 
     #[test]

@@ -66,7 +66,10 @@ impl Shell {
         let stages = u32::try_from(ring.len()).unwrap_or(u32::MAX);
         let chunk = self.settings.prefill_chunk.min(prompt_len);
         let positions = prompt_len.saturating_add(request.max_new);
-        let reach = (draft_block + 1).max(self.settings.in_flight_max).max(chunk.saturating_mul(stages + 1)).min(positions.max(1));
+        let reach = (draft_block + 1)
+            .max(self.settings.in_flight_max)
+            .max(chunk.saturating_mul(stages + 1))
+            .min(positions.max(1));
         let open = Open {
             view: self.ring.view(),
             session: id,

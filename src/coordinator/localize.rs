@@ -44,7 +44,10 @@ pub fn blame(
         let why = if report.received < forwarded {
             format!("{forwarded} frames were sent to it, it received {}", report.received)
         } else if report.computed + report.dropped < report.received {
-            format!("it received {} frames, computed {} and dropped {}", report.received, report.computed, report.dropped)
+            format!(
+                "it received {} frames, computed {} and dropped {}",
+                report.received, report.computed, report.dropped
+            )
         } else {
             forwarded = report.forwarded;
             continue;
@@ -64,7 +67,8 @@ mod tests {
     }
 
     fn report(received: u64, computed: u64, forwarded: u64) -> StageReport {
-        let session = SessionReport { session: SessionId(1), received, computed, forwarded, ..SessionReport::default() };
+        let session =
+            SessionReport { session: SessionId(1), received, computed, forwarded, ..SessionReport::default() };
         StageReport { sessions: vec![session], ..StageReport::default() }
     }
 

@@ -165,7 +165,8 @@ impl Ring {
             State::Waiting { retry: Some(at), .. } if *at <= now => self.replan(Some(now)),
             State::Joining { until, pending, .. } if *until <= now => {
                 let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
-                let why = format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
+                let why =
+                    format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
                 self.wait(why, Some(now + RETRY_AFTER));
             }
             State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } => {}
@@ -356,9 +357,15 @@ mod tests {
         let now = clock::now();
         let (a, b) = (PeerId::random(), PeerId::random());
         let mut ring = Ring::new(7);
-        assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 0:7 are missing: start a stage for each".into() }]);
+        assert_eq!(
+            drain(&mut ring),
+            [Output::Waiting { why: "layers 0:7 are missing: start a stage for each".into() }]
+        );
         ring.handle_offer(a, offer("0:3", 4), now);
-        assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 3:7 are missing: start a stage for each".into() }]);
+        assert_eq!(
+            drain(&mut ring),
+            [Output::Waiting { why: "layers 3:7 are missing: start a stage for each".into() }]
+        );
         ring.handle_offer(b, offer("3:7", 0), now);
         assert_eq!(joins(&drain(&mut ring)), [(a, View(5), None, Some(b)), (b, View(5), Some(a), None)]);
         ring.handle_joined(a, View(5));
@@ -381,10 +388,7 @@ mod tests {
         drain(&mut ring);
         ring.handle_gone(b, "reset", now);
         let outputs = drain(&mut ring);
-        assert_eq!(
-            outputs[0],
-            Output::Broken { peer: b, range: "3:7".parse().unwrap(), why: "reset".to_owned() }
-        );
+        assert_eq!(outputs[0], Output::Broken { peer: b, range: "3:7".parse().unwrap(), why: "reset".to_owned() });
         assert!(ring.missing().unwrap().contains("3:7"));
         ring.handle_offer(b, offer("3:7", 0), now);
         assert_eq!(joins(&drain(&mut ring)).len(), 2);

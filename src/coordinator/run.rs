@@ -304,8 +304,9 @@ impl Shell {
             }
             Role::Stage => {
                 let ours = self.link.local_peer();
-                let reason =
-                    format!("coordinator {ours} does not admit {peer}: its operator must start it with --allow {peer} (or --open)");
+                let reason = format!(
+                    "coordinator {ours} does not admit {peer}: its operator must start it with --allow {peer} (or --open)"
+                );
                 self.refuse(peer, reason);
             }
             Role::Coordinator => self.refuse(peer, "expected a stage, a coordinator came".to_owned()),

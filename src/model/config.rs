@@ -470,7 +470,11 @@ fn check_relations(reader: &Reader<'_>, config: &ModelConfig) -> Result<(), Mode
     }
     // Products run over tiles of 16 outputs and, for attention's output, whole scale blocks.
     reader.multiple("o_lora_rank", config.o_rank, 16)?;
-    reader.multiple("num_attention_heads / o_groups · head_dim", config.heads / config.o_groups * config.head_dim, LINEAR_GROUP)?;
+    reader.multiple(
+        "num_attention_heads / o_groups · head_dim",
+        config.heads / config.o_groups * config.head_dim,
+        LINEAR_GROUP,
+    )?;
     reader.multiple("head_dim − qk_rope_head_dim", config.head_dim - config.rope_dim, 64)?;
     if config.ratios.contains(&OVERLAP_RATIO) {
         let (least, most) = (config.rope_dim.max(64), 256);

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ids::{Epoch, Position, SessionId, View};
-use crate::proto::fence::Fence;
 use crate::proto::control::{SessionReport, StageReport};
+use crate::proto::fence::Fence;
 
 /// Passes over single positions that the service time is the median of.
 const SERVICE_SAMPLES: usize = 31;

@@ -97,14 +97,7 @@ impl Membership {
     /// A stage outside any ring.
     #[must_use]
     pub fn new(obey: Obey) -> Self {
-        Self {
-            obey,
-            view: View(0),
-            greeted: BTreeSet::new(),
-            route: None,
-            joining: None,
-            outputs: VecDeque::new(),
-        }
+        Self { obey, view: View(0), greeted: BTreeSet::new(), route: None, joining: None, outputs: VecDeque::new() }
     }
 
     /// The highest view obeyed.
@@ -247,8 +240,7 @@ mod tests {
         assert_eq!(drain(&mut membership), [Output::Route(None), dial]);
         assert!(!membership.accepts(coordinator, View(3)), "frames wait for the join");
         membership.handle_greeted(successor, Role::Stage);
-        let route =
-            Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
+        let route = Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
         let joined = Output::Send { to: coordinator, message: Control::Joined { view: View(3) } };
         assert_eq!(drain(&mut membership), [Output::Route(Some(route)), joined]);
         assert!(membership.accepts(coordinator, View(3)));

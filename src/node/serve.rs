@@ -391,7 +391,9 @@ impl Shell {
                 Output::Refuse { peer, reason } => self.refuse(peer, reason),
                 Output::Dial { peer, addresses } => self.dial(peer, addresses),
                 Output::Route(route) => {
-                    self.inputs.try_send(Input::Route(route)).map_err(|error| ServeError::Worker { why: error.to_string() })?;
+                    self.inputs
+                        .try_send(Input::Route(route))
+                        .map_err(|error| ServeError::Worker { why: error.to_string() })?;
                     self.observe(match route {
                         Some(route) => {
                             StageEvent::Joined { view: route.view.0, coordinator: route.coordinator.to_string() }

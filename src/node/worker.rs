@@ -228,7 +228,8 @@ impl Worker {
             return self.fail(id, reason);
         }
         self.tell(Control::Opened { session: id });
-        let (now_open, still_early) = std::mem::take(&mut self.early).into_iter().partition(|early| early.frame.head.session == id);
+        let (now_open, still_early) =
+            std::mem::take(&mut self.early).into_iter().partition(|early| early.frame.head.session == id);
         self.early = still_early;
         for early in Vec::<Early>::from(now_open) {
             self.frame(early.frame);
@@ -322,7 +323,10 @@ impl Worker {
         let hidden = if engine.facts().is_head() {
             for payload in &work.payloads {
                 if !payload.is_empty() {
-                    return Err(format!("{} payload bytes came to the head, which takes token ids alone", payload.len()));
+                    return Err(format!(
+                        "{} payload bytes came to the head, which takes token ids alone",
+                        payload.len()
+                    ));
                 }
             }
             None
@@ -376,8 +380,8 @@ fn encode_frames(work: &Work, wire: &Wire, row: usize, hidden: &[bf16]) -> Resul
     for head in &work.heads {
         let len = head.len as usize;
         let ids = &work.ids[at..at + len];
-        let mut buffer = codec::FrameBuffer::begin(head, ids, len * wire.position_bytes())
-            .map_err(|error| error.to_string())?;
+        let mut buffer =
+            codec::FrameBuffer::begin(head, ids, len * wire.position_bytes()).map_err(|error| error.to_string())?;
         let values = &hidden[at * row..(at + len) * row];
         wire.encode_into(head.pos, values, buffer.payload_mut()).map_err(|error| error.to_string())?;
         bodies.push(buffer.finish());

@@ -65,7 +65,10 @@ fn teacher_forced_text_agrees() {
             let nll = sum / (ids.len() - 1) as f64;
             let expected = prompt["prompt_nll"].as_f64().unwrap();
             println!("{}: nll {nll:.4}, golden {expected:.4}", golden.name);
-            if ids.len() > 1000 { panic!() }; assert!((nll - expected).abs() <= 3.0, "{}: nll {nll}, golden {expected}", golden.name);
+            if ids.len() > 1000 {
+                panic!()
+            };
+            assert!((nll - expected).abs() <= 3.0, "{}: nll {nll}, golden {expected}", golden.name);
         }
         let greedy = golden.ids("greedy_ids");
         let (top_ids, top) = (golden.i32("decode.top5_ids"), golden.f32("decode.top5_logits"));

@@ -110,7 +110,8 @@ async fn scores_of_a_ring_equal_those_of_one_process() {
     let mut engine = crate::rig::engine(&checkpoint, checkpoint.all_layers());
     let tokens: Vec<TokenId> = ids.iter().copied().map(TokenId).collect();
     let expected =
-        ringfence::engine::solo::score(&mut engine, &tokens, &[2, 4], ringfence::ids::WireEncoding::Fp8, 5, 11).unwrap();
+        ringfence::engine::solo::score(&mut engine, &tokens, &[2, 4], ringfence::ids::WireEncoding::Fp8, 5, 11)
+            .unwrap();
     let rig = Rig::new(&cut, quick()).await;
     let mut scored = request(&ids, 0, Mode::Plain);
     scored.score = Some(5);
