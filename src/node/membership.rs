@@ -112,6 +112,12 @@ impl Membership {
         self.route
     }
 
+    /// Whether this peer may coordinate this stage.
+    #[must_use]
+    pub fn allows(&self, peer: PeerId) -> bool {
+        self.obey.allows(peer)
+    }
+
     /// Whether a control message of this peer, other than a join, is obeyed.
     #[must_use]
     pub fn obeys(&self, peer: PeerId) -> bool {

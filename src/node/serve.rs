@@ -288,14 +288,19 @@ impl Shell {
 
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
-            Control::Heartbeat { seq } => return self.send(peer, &Control::HeartbeatAck { seq }),
-            Control::Join(join) => return self.membership.handle_join(peer, &join),
-            Control::HeartbeatAck { .. } => return,
-            Control::Open(_)
-            | Control::Close { .. }
-            | Control::Cancel { .. }
-            | Control::Probe { .. }
-            | Control::Hello(_)
+            Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
+            Control::HeartbeatAck { .. } => {}
+            Control::Join(join) => self.membership.handle_join(peer, &join),
+            Control::Open(open) => self.obey(peer, Input::Open(open)),
+            Control::Close { session, .. } => self.obey(peer, Input::Close(session)),
+            Control::Cancel { session, below } => self.obey(peer, Input::Cancel { session, below }),
+            Control::Probe { nonce } => {
+                if self.membership.allows(peer) {
+                    let report = self.counters.report(self.membership.view());
+                    self.send(peer, &Control::Report { nonce, report });
+                }
+            }
+            Control::Hello(_)
             | Control::Refused { .. }
             | Control::Offer(_)
             | Control::Joined { .. }
@@ -305,21 +310,18 @@ impl Shell {
             | Control::Failed { .. }
             | Control::Report { .. }
             | Control::Draining
-            | Control::NeighbourLost { .. } => {}
-        }
-        if !self.membership.obeys(peer) {
-            tracing::warn!(%peer, ?message, "a message of a peer that this stage does not obey is dropped");
-            return;
-        }
-        match message {
-            Control::Open(open) => self.hand_over(peer, Input::Open(open)),
-            Control::Close { session, .. } => self.hand_over(peer, Input::Close(session)),
-            Control::Cancel { session, below } => self.hand_over(peer, Input::Cancel { session, below }),
-            Control::Probe { nonce } => {
-                let report = self.counters.report(self.membership.view());
-                self.send(peer, &Control::Report { nonce, report });
+            | Control::NeighbourLost { .. } => {
+                self.refuse(peer, "expected a coordinator's message, a stage's came".to_owned());
             }
-            other => tracing::warn!(%peer, message = ?other, "a coordinator does not say this; dropped"),
+        }
+    }
+
+    /// Hands on what only the coordinator in force may say.
+    fn obey(&mut self, peer: PeerId, input: Input) {
+        if self.membership.obeys(peer) {
+            self.hand_over(peer, input);
+        } else {
+            tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
         }
     }
 
