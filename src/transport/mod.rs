@@ -7,6 +7,7 @@ mod events;
 pub mod identity;
 pub mod memory;
 pub mod quic;
+pub mod redial;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
