@@ -1,1 +1,94 @@
-//! Settings: the only reader of the environment.
+//! Settings, with default, unit and what a larger value costs; the only reader of the environment.
+
+use std::time::Duration;
+
+use libp2p::{Multiaddr, PeerId};
+
+use crate::ids::WireEncoding;
+use crate::node::membership::Obey;
+
+/// How a stage serves.
+#[derive(Debug, Clone)]
+pub struct StageSettings {
+    /// The coordinator to dial and offer itself to; `None`: wait to be dialled.
+    pub coordinator: Option<Multiaddr>,
+    /// Whom it obeys. Default: the peer in `coordinator`, else nobody.
+    pub obey: Obey,
+    /// Sessions held at once. Default 16; each costs its state's bytes when open.
+    pub max_sessions: u32,
+    /// Wire encodings it offers, best first. Default both.
+    pub encodings: Vec<WireEncoding>,
+}
+
+/// Sessions that a stage holds at once by default.
+pub const MAX_SESSIONS: u32 = 16;
+
+/// How a coordinator drives the ring.
+#[derive(Debug, Clone)]
+pub struct CoordinatorSettings {
+    /// Stages to dial; each address ends in `/p2p/<peer>`. Their peers are admitted.
+    pub stages: Vec<Multiaddr>,
+    /// Stages admitted when they dial in.
+    pub admit: Admit,
+    /// Wire encoding of sessions that don't ask for one. Default fp8; bf16 doubles the bytes.
+    pub encoding: WireEncoding,
+    /// Frames in flight per session, at most. Default 16; above block + 1 nothing is gained.
+    pub in_flight_max: u32,
+    /// Drafts streamed per block. Default: the block that the tail offers; 0 is plain decoding.
+    pub draft_max: u32,
+    /// Positions of a prompt chunk. Default 64; longer chunks overlap less across stages.
+    pub prefill_chunk: u32,
+    /// Sessions open at once. Default 16; the stages' own limits hold too.
+    pub max_sessions: u32,
+    /// Longest time without a reply to the oldest frame. Default 20 s; a larger value waits longer
+    /// for a slow stage and finds a stuck one later.
+    pub reply_deadline: Duration,
+    /// The same for prompt chunks, which take every stage longer. Default 120 s.
+    pub prefill_deadline: Duration,
+    /// Pause between heartbeats to a stage. Default 500 ms.
+    pub heartbeat: Duration,
+    /// Silence after which a stage counts as dead. Default 3 s.
+    pub dead_after: Duration,
+    /// Pause between probe tokens on an idle ring. Default 2 s.
+    pub probe_every: Duration,
+    /// `ready` needs a token that went round within this time. Default 10 s.
+    pub ready_for: Duration,
+}
+
+impl Default for CoordinatorSettings {
+    fn default() -> Self {
+        Self {
+            stages: Vec::new(),
+            admit: Admit::Peers(Vec::new()),
+            encoding: WireEncoding::Fp8,
+            in_flight_max: 16,
+            draft_max: u32::MAX,
+            prefill_chunk: 64,
+            max_sessions: MAX_SESSIONS,
+            reply_deadline: Duration::from_secs(20),
+            prefill_deadline: Duration::from_secs(120),
+            heartbeat: Duration::from_millis(500),
+            dead_after: Duration::from_secs(3),
+            probe_every: Duration::from_secs(2),
+            ready_for: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Which stages a coordinator takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Admit {
+    /// These.
+    Peers(Vec<PeerId>),
+    /// Whoever comes.
+    Anyone,
+}
+
+/// Filter of the log on stderr: `RINGFENCE_LOG`, else `warn`.
+///
+/// The syntax is that of `tracing`: `info`, `ringfence::node=debug,warn`.
+#[must_use]
+#[allow(clippy::disallowed_methods, reason = "the one reader of the environment")]
+pub fn log_filter() -> String {
+    std::env::var("RINGFENCE_LOG").unwrap_or_else(|_| "warn".to_owned())
+}

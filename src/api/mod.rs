@@ -1,1 +1,38 @@
-//! api
+//! The HTTP service of a coordinator: a request comes in, its answer goes out.
+//!
+//! [`server`] has the routes and the limits; [`ask`] reads a request, [`text`] turns it into token
+//! ids; a session's events become an answer through [`stop`] and [`score`]. What is behind it is a
+//! [`Serve`]; `docs/api.md` has every field and status.
+
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::coordinator::job::Serve;
+
+mod answer;
+pub mod ask;
+pub mod error;
+pub mod score;
+pub mod server;
+mod session;
+mod stall;
+pub mod stop;
+pub mod text;
+mod transcript;
+
+/// Port at which a coordinator serves HTTP unless told otherwise.
+pub const HTTP_PORT: u16 = 8080;
+
+/// Serves the API on `listener` until `stop` becomes `true` or its sender is gone; then lets open
+/// answers end for a while ([`server::Settings::drain`]).
+pub async fn serve(
+    listener: TcpListener,
+    coordinator: Arc<dyn Serve>,
+    vocabulary: text::Vocabulary,
+    mut stop: watch::Receiver<bool>,
+) {
+    let api = server::Api::new(coordinator, Arc::new(vocabulary), server::Settings::default());
+    api.run(listener, async move { drop(stop.wait_for(|&stop| stop).await) }).await;
+}

@@ -1,1 +1,20 @@
-fn main() {}
+//! `ringctl`: starts, asks and measures rings.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use ringfence::cli::{console, ringctl, version};
+
+/// Pipeline-ring inference of very large models on volunteers' GPUs
+#[derive(Debug, Parser)]
+#[command(name = "ringctl", version = version())]
+struct Args {
+    #[command(subcommand)]
+    command: ringctl::Command,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    console::start_log();
+    ringctl::run(&args.command)
+}

@@ -1,1 +1,20 @@
-fn main() {}
+//! `stage`: a volunteer holds a layer range and serves it.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use ringfence::cli::{console, stage, version};
+
+/// Holds a layer range of a model and serves it to a ring
+#[derive(Debug, Parser)]
+#[command(name = "stage", version = version())]
+struct Args {
+    #[command(flatten)]
+    stage: stage::StageArgs,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    console::start_log();
+    stage::run(&args.stage)
+}

@@ -1,1 +1,31 @@
 //! Command lines: thin over library functions.
+//!
+//! One file a command; [`console`] and [`process`] are what they share.
+
+mod answer;
+pub mod client;
+pub mod console;
+pub mod coordinator;
+pub mod demo;
+pub mod generate;
+pub mod ids;
+pub mod process;
+pub mod ring;
+pub mod ringctl;
+pub mod score;
+mod screen;
+pub mod stage;
+pub mod tiling;
+
+use std::sync::OnceLock;
+
+use crate::engine::NUMERICS_ID;
+use crate::proto::control::PROTOCOL_VERSION;
+
+/// What `--version` says: of the program, the protocol and the arithmetic.
+#[must_use]
+pub fn version() -> &'static str {
+    static VERSION: OnceLock<String> = OnceLock::new();
+    VERSION
+        .get_or_init(|| format!("{} (protocol {PROTOCOL_VERSION}, numerics {NUMERICS_ID})", env!("CARGO_PKG_VERSION")))
+}

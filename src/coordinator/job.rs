@@ -198,8 +198,49 @@ pub struct Job {
     pub session: SessionId,
     /// What it says.
     pub events: mpsc::Receiver<Event>,
-    /// Dropped with the job; the coordinator notices.
+    /// Dropped with the job: the session is cancelled. A message on it: the caller has enough (a stop
+    /// string came), and the session ends with [`Event::Finished`] and [`Finish::Stop`], or hangs up.
     pub alive: oneshot::Sender<()>,
+}
+
+/// The coordinator's side of a [`Job`].
+#[derive(Debug)]
+pub struct JobSide {
+    events: mpsc::Sender<Event>,
+    last: Option<mpsc::OwnedPermit<Event>>,
+}
+
+impl Job {
+    /// Makes both ends of a session's channel: [`JOB_EVENTS_MAX`] events, and one place kept for
+    /// the last one. The receiver resolves when the caller says something: `Ok`, it has enough
+    /// (the session ends with [`Finish::Stop`]); `Err`, it is gone (the session is cancelled).
+    #[must_use]
+    pub fn channel(session: SessionId) -> (Self, JobSide, oneshot::Receiver<()>) {
+        let (sender, events) = mpsc::channel(JOB_EVENTS_MAX + 1);
+        let last = sender.clone().try_reserve_owned().ok();
+        let (alive, caller) = oneshot::channel();
+        (Self { session, events, alive }, JobSide { events: sender, last }, caller)
+    }
+}
+
+impl JobSide {
+    /// Hands an event to the caller without waiting.
+    ///
+    /// # Errors
+    /// What the session must end with: [`JobError::SlowReader`] where the caller has left [`JOB_EVENTS_MAX`] events unread. A caller that is gone is no error here.
+    pub fn send(&self, event: Event) -> Result<(), JobError> {
+        match self.events.try_send(event) {
+            Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(JobError::SlowReader { events: JOB_EVENTS_MAX }),
+        }
+    }
+
+    /// Says the last event, for which a place is always free, and hangs up.
+    pub fn end(mut self, event: Event) {
+        if let Some(permit) = self.last.take() {
+            drop(permit.send(event));
+        }
+    }
 }
 
 /// A member of the ring, for `/ring`.

@@ -1,6 +1,16 @@
-//! Drives sessions: one task round the pure machine [`crate::proto::round`], the ring's
-//! membership, and the deadlines that turn a dead stage into a typed error.
+//! Drives sessions: every session's pure [`crate::proto::round`], the ring's membership, and the
+//! deadlines that turn a dead stage into a typed error.
 //!
-//! Holds no layer and no tensor. [`job`] is what the API sees of it.
+//! Holds no layer and no tensor. Pure: [`plan`] (which offers tile the layers), [`ring`] (the
+//! membership), [`localize`] (whom a missing reply is blamed on). Shell: [`run`] owns everything
+//! in one loop, `drive` is the part of it that moves sessions, `session` one of them.
+//! [`job`] is what the API sees, through [`handle`].
 
+mod drive;
+pub mod handle;
 pub mod job;
+pub mod localize;
+pub mod plan;
+pub mod ring;
+pub mod run;
+mod session;

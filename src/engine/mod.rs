@@ -1,11 +1,13 @@
 //! The layers of one range, as a value: several engines may live in one process.
 //!
 //! Owns the [`Engine`] trait and what goes in and out of it; [`cpu`] is the engine that runs
-//! everywhere, [`wire`] writes hidden states on the wire, [`sample`] picks a token from logits.
+//! everywhere, [`wire`] writes hidden states on the wire, [`sample`] picks a token from logits, [`solo`] runs
+//! a whole model in one process.
 //! An engine knows no socket, no frame and no ring.
 
 pub mod cpu;
 pub mod sample;
+pub mod solo;
 pub mod wire;
 
 use half::bf16;
@@ -153,6 +155,12 @@ pub enum EngineError {
     /// No such session.
     #[error("session {session} is not open on this engine")]
     NotOpen {
+        /// The session.
+        session: SessionId,
+    },
+    /// Two chunks of a batch are of one session.
+    #[error("session {session} is in the batch twice: a pass takes one chunk of each session")]
+    Twice {
         /// The session.
         session: SessionId,
     },

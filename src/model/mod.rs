@@ -1,3 +1,22 @@
-//! What a checkpoint says.
+//! What a checkpoint says: its sizes, its tensors and their bytes, of one layer range.
+//!
+//! Owns everything that reads a model's files: [`config`] the sizes and the checks that refuse
+//! another model, [`names`] one spelling of tensor names, [`layout`] which tensors a range needs
+//! with their shapes, [`shard`] the safetensors header read without trust, [`source`] files of a
+//! directory or of the embedded model, [`checkpoint`] all of it behind one value, [`weights`] the
+//! bytes of one range, [`format`] the number formats in them. It decides nothing about how an engine holds them.
 
+pub mod checkpoint;
+pub mod config;
+pub mod error;
 pub mod format;
+pub mod layout;
+pub mod names;
+pub mod shard;
+pub mod source;
+pub mod weights;
+
+pub use checkpoint::{Checkpoint, ShardNeed};
+pub use config::{DraftConfig, ModelConfig, Yarn};
+pub use error::ModelError;
+pub use weights::{Fp4Bytes, Fp8Bytes, RangeWeights};

@@ -135,6 +135,8 @@ pub struct SessionReport {
     pub received: u64,
     /// See `received`.
     pub computed: u64,
+    /// Those of `computed` that hold a single position past the prompt.
+    pub decoded: u64,
     /// See `received`.
     pub forwarded: u64,
     /// See `received`.
@@ -211,6 +213,11 @@ pub enum Control {
         /// Positions that were settled.
         settled: Position,
     },
+    /// Stage → coordinator: the session is freed; its final counters.
+    Closed {
+        /// The counters.
+        report: SessionReport,
+    },
     /// Coordinator → stage: frames of epochs below need not be computed. Idempotent.
     Cancel {
         /// The session.
@@ -251,4 +258,18 @@ pub enum Control {
         /// What the link said.
         reason: String,
     },
+}
+
+impl Hello {
+    /// What this process says of itself.
+    #[must_use]
+    pub fn ours(role: Role, model_digest: [u8; 32]) -> Self {
+        Self {
+            protocol: PROTOCOL_VERSION,
+            numerics: crate::engine::NUMERICS_ID.to_owned(),
+            model_digest,
+            role,
+            software: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
 }

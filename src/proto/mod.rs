@@ -11,6 +11,7 @@ pub mod control;
 pub mod fence;
 pub mod frame;
 pub mod frontier;
+pub mod greeter;
 pub mod hello;
 pub mod liveness;
 pub mod round;

@@ -3,13 +3,18 @@
 //! A link carries opaque bodies between named peers over two ordered lanes per direction. It knows
 //! connections and queues; it knows no frame, no view and no session.
 
+mod events;
+pub mod identity;
 pub mod memory;
 pub mod quic;
+pub mod redial;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use libp2p::multiaddr::Protocol;
 use libp2p::{Multiaddr, PeerId};
-use tokio::sync::mpsc;
+
+pub use events::LinkEvents;
 
 /// Longest body that a lane carries, in bytes; longer ones are refused on both sides, before
 /// allocation.
@@ -23,6 +28,9 @@ pub const SEND_QUEUE_MAX: usize = 256;
 
 /// Events that wait to be taken by the owner of a link.
 pub const EVENT_QUEUE_MAX: usize = 1024;
+
+/// Bytes of bodies that wait to be taken by the owner of a link.
+pub const EVENT_BYTES_MAX: u32 = 4 * BODY_BYTES_MAX;
 
 /// An ordered stream of bodies; lanes don't block one another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -133,5 +141,44 @@ pub trait Link: Send + Sync + 'static {
     fn shutdown(&self) -> BoxFuture<'_, ()>;
 }
 
-/// The event side of a link.
-pub type LinkEvents = mpsc::Receiver<LinkEvent>;
+impl Lane {
+    /// Longest body that the lane carries, in bytes.
+    #[must_use]
+    pub fn bytes_max(self) -> u32 {
+        match self {
+            Self::Control => CONTROL_BYTES_MAX,
+            Self::Data => BODY_BYTES_MAX,
+        }
+    }
+
+    /// Checks a body's length against the lane's limit.
+    ///
+    /// # Errors
+    /// [`LinkError::TooLong`] with both numbers.
+    pub fn check(self, body: &Bytes) -> Result<(), LinkError> {
+        if body.len() > self.bytes_max() as usize {
+            return Err(LinkError::TooLong { got: body.len(), limit: self.bytes_max(), lane: self });
+        }
+        Ok(())
+    }
+}
+
+/// Takes the peer off the end of an address: `(address without it, peer)`.
+///
+/// # Errors
+/// [`LinkError::Dial`] where the address doesn't end in `/p2p/<peer>`.
+pub(crate) fn split_peer(address: &Multiaddr) -> Result<(Multiaddr, PeerId), LinkError> {
+    let mut rest = address.clone();
+    match rest.pop() {
+        Some(Protocol::P2p(peer)) => Ok((rest, peer)),
+        _ => Err(LinkError::Dial {
+            address: address.clone(),
+            why: "the address must end in /p2p/ and the peer's id, as in the peer's READY line".to_owned(),
+        }),
+    }
+}
+
+/// Puts the peer at the end of an address, unless it is there.
+pub(crate) fn with_peer(address: Multiaddr, peer: PeerId) -> Multiaddr {
+    address.with_p2p(peer).unwrap_or_else(|other| other)
+}

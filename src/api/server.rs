@@ -1,0 +1,232 @@
+//! The HTTP service: routes, and connections with limits on time, size and number.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::Router;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{Method, StatusCode, Uri};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures::StreamExt;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use serde_json::json;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::api::ask;
+use crate::api::error::ApiError;
+use crate::api::session::Session;
+use crate::api::stall::Stall;
+use crate::api::text::Vocabulary;
+use crate::coordinator::job::Serve;
+
+/// Bytes of a body that hold no prompt: other fields, white space.
+const BODY_BYTES_BASE: usize = 256 << 10;
+/// Bytes of a body per position of the context: a long token in JSON escapes, or an id.
+const BODY_BYTES_PER_POSITION: usize = 32;
+/// How long a listener that can't accept (no file descriptors left) waits before it tries again.
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+
+/// Limits of the HTTP service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// For the head of a request, also the next one on a kept connection; default 30 s. More
+    /// lets idle clients hold connections longer.
+    pub header_wait: Duration,
+    /// For the body of a request; default 30 s. More lets slow clients hold connections longer.
+    pub body_wait: Duration,
+    /// For a client to read something of what is written; default 60 s. More lets a client that
+    /// has stopped reading hold its connection longer.
+    pub write_stall: Duration,
+    /// Between two comments on a stream that has nothing to say; default 10 s. More lets proxies
+    /// take the stream for dead.
+    pub keep_alive: Duration,
+    /// Open connections; default 1024. Others wait in the listener's backlog.
+    pub connections: usize,
+    /// For open requests to end when the service stops; default 5 s.
+    pub drain: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            header_wait: Duration::from_secs(30),
+            body_wait: Duration::from_secs(30),
+            write_stall: Duration::from_secs(60),
+            keep_alive: Duration::from_secs(10),
+            connections: 1024,
+            drain: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The HTTP API of a coordinator.
+#[derive(Clone)]
+pub struct Api {
+    serve: Arc<dyn Serve>,
+    vocabulary: Arc<Vocabulary>,
+    settings: Settings,
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Api").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+impl Api {
+    /// An API in front of `serve`, whose text is that of `vocabulary`.
+    #[must_use]
+    pub fn new(serve: Arc<dyn Serve>, vocabulary: Arc<Vocabulary>, settings: Settings) -> Self {
+        Self { serve, vocabulary, settings }
+    }
+
+    /// Serves connections of `listener` until `shutdown` resolves; then lets open requests end for
+    /// [`Settings::drain`] and drops the rest, which cancels their sessions.
+    pub async fn run(self, listener: TcpListener, shutdown: impl Future<Output = ()>) {
+        let (stop, stopped) = watch::channel(false);
+        let settings = self.settings;
+        let router = self.router();
+        let mut open = JoinSet::new();
+        let mut shutdown = std::pin::pin!(shutdown);
+        loop {
+            tokio::select! {
+                () = &mut shutdown => break,
+                Some(_) = open.join_next() => {}
+                accepted = listener.accept(), if open.len() < settings.connections => match accepted {
+                    Ok((stream, from)) => {
+                        open.spawn(connection(stream, from, router.clone(), settings, stopped.clone()));
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "can't accept an HTTP connection");
+                        tokio::time::sleep(ACCEPT_RETRY).await;
+                    }
+                },
+            }
+        }
+        drop(listener);
+        // An error means that no connection is open.
+        let _ = stop.send(true);
+        let all = async { while open.join_next().await.is_some() {} };
+        if timeout(settings.drain, all).await.is_err() {
+            open.abort_all();
+        }
+    }
+
+    fn router(self) -> Router {
+        Router::new()
+            .route("/v1/completions", post(completions))
+            .route("/v1/models", get(models))
+            .route("/health", get(health))
+            .route("/ring", get(ring))
+            .fallback(no_route)
+            .method_not_allowed_fallback(wrong_method)
+            .with_state(self)
+    }
+}
+
+/// Serves one connection to its end.
+async fn connection(
+    stream: TcpStream,
+    from: SocketAddr,
+    router: Router,
+    settings: Settings,
+    mut stopped: watch::Receiver<bool>,
+) {
+    // Events are small and wanted at once; a socket that refuses is slower, not wrong.
+    let _ = stream.set_nodelay(true);
+    let io = TokioIo::new(Stall::new(stream, settings.write_stall));
+    let mut http = hyper::server::conn::http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(settings.header_wait);
+    let served = http.serve_connection(io, TowerToHyperService::new(router));
+    let mut served = std::pin::pin!(served);
+    let stop = async { drop(stopped.wait_for(|&stop| stop).await) };
+    let result = tokio::select! {
+        result = served.as_mut() => result,
+        () = stop => {
+            served.as_mut().graceful_shutdown();
+            served.await
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%from, %error, "HTTP connection closed");
+    }
+}
+
+async fn completions(State(api): State<Api>, body: Body) -> Result<Response, ApiError> {
+    let model = api.serve.model();
+    let positions = usize::try_from(model.context).unwrap_or(usize::MAX);
+    let limit = positions.saturating_mul(BODY_BYTES_PER_POSITION).saturating_add(BODY_BYTES_BASE);
+    let wait = api.settings.body_wait;
+    let body = timeout(wait, read_body(body, limit))
+        .await
+        .map_err(|_| ApiError::BodyTimeout { seconds: wait.as_secs() })??;
+    // A long prompt takes a while to tokenize: not on a thread that drives connections.
+    let vocabulary = Arc::clone(&api.vocabulary);
+    let read = tokio::task::spawn_blocking(move || ask::read(&body, &model, &vocabulary).map(|ask| (ask, model)));
+    let (ask, model) = read.await.map_err(|why| ApiError::Internal { why: why.to_string() })??;
+    let job = api.serve.submit(ask.request.clone())?;
+    let session = Session::new(job, &ask, &model, api.vocabulary);
+    if ask.stream { session.stream(api.settings.keep_alive).await } else { session.whole().await }
+}
+
+async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
+    let mut stream = body.into_data_stream();
+    let mut bytes = Vec::new();
+    while let Some(piece) = stream.next().await {
+        let piece = piece.map_err(|why| ApiError::BodyBroken { why: why.to_string() })?;
+        if bytes.len() + piece.len() > limit {
+            return Err(ApiError::BodyTooLarge { limit });
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes)
+}
+
+async fn models(State(api): State<Api>) -> Response {
+    let model = api.serve.model();
+    let entry = json!({
+        "id": model.name, "object": "model", "created": 0, "owned_by": "ringfence",
+        "context": model.context, "vocab": model.vocab, "eos": model.eos,
+    });
+    Json(json!({"object": "list", "data": [entry]})).into_response()
+}
+
+async fn health(State(api): State<Api>) -> Response {
+    let ring = api.serve.status();
+    if ring.ready {
+        return Json(json!({"ready": true, "view": ring.view, "last_round_ms": ring.last_round_ms})).into_response();
+    }
+    let reason = ring.missing.unwrap_or_else(|| "no token went round the ring lately".to_owned());
+    let body = json!({"ready": false, "view": ring.view, "last_round_ms": ring.last_round_ms, "reason": reason});
+    (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
+}
+
+async fn ring(State(api): State<Api>) -> Response {
+    Json(api.serve.status()).into_response()
+}
+
+async fn no_route(method: Method, uri: Uri) -> ApiError {
+    ApiError::NoRoute { method: method.to_string(), path: uri.path().to_owned() }
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> ApiError {
+    ApiError::Method { method: method.to_string(), path: uri.path().to_owned() }
+}
+
+/// Binds the API's address.
+///
+/// # Errors
+/// That of the system, with the address in front.
+pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address).await;
+    listener.map_err(|error| io::Error::new(error.kind(), format!("can't listen on http://{address}: {error}")))
+}

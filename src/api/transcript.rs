@@ -1,0 +1,124 @@
+//! What a session has said so far, pure: events in, text with stop strings cut out.
+
+use std::sync::Arc;
+
+use crate::api::ask::Ask;
+use crate::api::error::ApiError;
+use crate::api::score::ScoreReport;
+use crate::api::stop::StopText;
+use crate::api::text::{Detokenizer, Vocabulary};
+use crate::coordinator::job::{Event, Finish, JobStats};
+use crate::ids::TokenId;
+
+/// The state of one answer.
+#[derive(Debug)]
+pub(crate) struct Transcript {
+    detokenizer: Detokenizer,
+    stop: StopText,
+    /// Committed tokens, up to the one that completed a stop string.
+    pub(crate) ids: Vec<TokenId>,
+    /// Scores, where they were asked for.
+    pub(crate) scores: Option<ScoreReport>,
+    score_top: u32,
+    stopped: bool,
+}
+
+/// What an event means for the reader.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Step {
+    /// Nothing to show.
+    Quiet,
+    /// A token with the text it lets out, which may be empty.
+    Token {
+        /// The token.
+        token: TokenId,
+        /// Text that is certain now.
+        text: String,
+        /// A stop string is complete: the session has to be told.
+        stopped: bool,
+    },
+    /// The last step.
+    End(End),
+}
+
+/// How an answer ended.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct End {
+    /// Text that was held back.
+    pub(crate) tail: String,
+    /// Why, or what went wrong.
+    pub(crate) verdict: Result<Finish, ApiError>,
+    /// What was measured; `None` where the session ended without saying.
+    pub(crate) stats: Option<JobStats>,
+}
+
+impl Transcript {
+    /// An answer to `ask` with nothing said.
+    pub(crate) fn new(ask: &Ask, vocabulary: Arc<Vocabulary>) -> Self {
+        Self {
+            detokenizer: Detokenizer::new(vocabulary),
+            stop: StopText::new(ask.stops.clone()),
+            ids: Vec::new(),
+            scores: ask.request.score.map(|_| ScoreReport::default()),
+            score_top: ask.score_top,
+            stopped: false,
+        }
+    }
+
+    /// Whether a stop string is complete and only the verdict is awaited.
+    pub(crate) fn stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Takes the session's next event.
+    pub(crate) fn take(&mut self, event: Event) -> Step {
+        match event {
+            // Tokens that were on their way when the stop string was complete.
+            Event::Token { .. } | Event::Scored { .. } if self.stopped => Step::Quiet,
+            Event::Token { index, token } => {
+                if u32::try_from(self.ids.len()) != Ok(index) {
+                    let why = format!("token {index} came, token {} was expected", self.ids.len());
+                    return self.fail(ApiError::Internal { why });
+                }
+                self.ids.push(token);
+                let passed = self.stop.push(&self.detokenizer.push(token));
+                self.stopped = passed.stopped;
+                Step::Token { token, text: passed.text, stopped: passed.stopped }
+            }
+            Event::Scored { pos, answer } => {
+                let Some(scores) = &mut self.scores else { return Step::Quiet };
+                match scores.push(pos, &answer, self.score_top) {
+                    Ok(()) => Step::Quiet,
+                    Err(why) => self.fail(ApiError::Internal { why: why.to_string() }),
+                }
+            }
+            Event::Finished { reason, stats } => self.finish(reason, Some(stats)),
+            // The text was complete before the failure.
+            Event::Failed(_) if self.stopped => self.finish(Finish::Stop, None),
+            Event::Failed(error) => self.fail(error.into()),
+        }
+    }
+
+    /// The session hung up without a verdict.
+    pub(crate) fn hung_up(&mut self) -> Step {
+        if self.stopped { self.finish(Finish::Stop, None) } else { self.fail(ApiError::NoVerdict) }
+    }
+
+    fn finish(&mut self, reason: Finish, stats: Option<JobStats>) -> Step {
+        let reason = if self.stopped { Finish::Stop } else { reason };
+        Step::End(End { tail: self.tail(), verdict: Ok(reason), stats })
+    }
+
+    fn fail(&mut self, error: ApiError) -> Step {
+        Step::End(End { tail: self.tail(), verdict: Err(error), stats: None })
+    }
+
+    /// Text held back, none after a stop string.
+    fn tail(&mut self) -> String {
+        if self.stopped {
+            return String::new();
+        }
+        let passed = self.stop.push(&self.detokenizer.finish());
+        if passed.stopped { passed.text } else { passed.text + &self.stop.finish() }
+    }
+}

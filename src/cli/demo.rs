@@ -1,0 +1,288 @@
+//! `ringctl demo`: starts a ring of itself, streams a text through it, and proves the text right.
+//!
+//! The same request is then run undrafted in this process, with encode→decode at the same
+//! boundaries: the token ids must be equal.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+
+use crate::api::text::Vocabulary;
+use crate::cli::answer::Answer;
+use crate::cli::client::{Client, ClientError};
+use crate::cli::console::{self, Failure};
+use crate::cli::ids::read_ids;
+use crate::cli::ring::{LocalRing, LocalRingOptions};
+use crate::cli::screen::Screen;
+use crate::cli::tiling::{tile, tile_plain};
+use crate::engine::cpu::{CpuEngine, CpuSettings};
+use crate::engine::solo;
+use crate::ids::{LayerRange, TokenId, WireEncoding};
+use crate::model::Checkpoint;
+use crate::proto::control::Sampling;
+
+/// The built-in prompt.
+const PROMPT: &str = "It was a truth universally known in the neighbourhood, that";
+
+/// Positions over which the reference run reaches back at most.
+const REFERENCE_CHUNK: u32 = 64;
+
+/// Whether drafts are streamed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DemoMode {
+    /// Drafts are streamed through the ring without waiting.
+    Pipelined,
+    /// One position at a time.
+    Plain,
+}
+
+impl DemoMode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pipelined => "pipelined",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// Options of `ringctl demo`.
+#[derive(Debug, Clone, Args)]
+pub struct DemoArgs {
+    /// Stages that share the layers
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub stages: u16,
+    /// Text to continue
+    #[arg(long, value_name = "TEXT", conflicts_with = "prompt_ids")]
+    pub prompt: Option<String>,
+    /// File with a JSON array of token ids to continue
+    #[arg(long, value_name = "FILE")]
+    pub prompt_ids: Option<PathBuf>,
+    /// Folder of the checkpoint, or `tiny` for the small model inside this program
+    #[arg(long, value_name = "DIR", default_value = "tiny")]
+    pub model: String,
+    /// New tokens, at most
+    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
+    pub max_new: u32,
+    /// How hidden states are written on the wire, fp8 or bf16
+    #[arg(long, value_name = "ENCODING", default_value = "fp8")]
+    pub wire: WireEncoding,
+    /// Whether drafts are streamed
+    #[arg(long, value_name = "MODE", default_value = "pipelined")]
+    pub mode: DemoMode,
+    /// 0 is greedy, up to 2
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    pub temperature: f32,
+    /// Seed of the random numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Frames in flight, at most
+    #[arg(long, value_name = "FRAMES")]
+    pub in_flight: Option<u32>,
+    /// Drafts streamed per block, at most; default: the block the model was trained for
+    #[arg(long, value_name = "TOKENS")]
+    pub drafts: Option<u32>,
+    /// Threads of each stage's engine
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub threads: usize,
+    /// One JSON object on the last line of stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Runs the command; success only if the ids are equal.
+pub fn run(args: &DemoArgs) -> ExitCode {
+    console::exit_quietly(start(args))
+}
+
+fn start(args: &DemoArgs) -> Result<(), Failure> {
+    let demo = Demo::prepare(args)?;
+    let runtime = console::runtime()?;
+    runtime.block_on(async {
+        tokio::select! {
+            done = demo.run() => done,
+            () = console::signalled() => Err(Failure::new("interrupted", "stopped by a signal; every process was stopped")),
+        }
+    })
+}
+
+struct Demo<'a> {
+    args: &'a DemoArgs,
+    checkpoint: Checkpoint,
+    prompt: Vec<TokenId>,
+    cut: Vec<LayerRange>,
+}
+
+impl<'a> Demo<'a> {
+    /// Refuses what can't work before a process is started.
+    fn prepare(args: &'a DemoArgs) -> Result<Self, Failure> {
+        let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
+        let config = checkpoint.config();
+        let prompt = match &args.prompt_ids {
+            Some(file) => read_ids(file).map_err(Failure::of("prompt"))?,
+            None => {
+                let json = checkpoint.tokenizer_json().map_err(Failure::of("tokenizer"))?;
+                let text = Vocabulary::from_bytes(&json, &[]).map_err(Failure::of("tokenizer"))?;
+                text.encode(args.prompt.as_deref().unwrap_or(PROMPT)).map_err(Failure::of("prompt"))?
+            }
+        };
+        if prompt.is_empty() {
+            return Err(Failure::new("prompt", "the prompt is empty, expected at least one token"));
+        }
+        if args.max_new == 0 {
+            return Err(Failure::new("config", "--max-new 0: expected at least 1"));
+        }
+        let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
+        let cut = match args.mode {
+            DemoMode::Plain => tile_plain(config.layers, args.stages, taps),
+            DemoMode::Pipelined if taps.is_none() => {
+                return Err(Failure::new("config", "this model has no drafter: use --mode plain"));
+            }
+            DemoMode::Pipelined => tile(config.layers, args.stages, taps),
+        }
+        .map_err(Failure::of("config"))?;
+        Ok(Self { args, prompt, cut, checkpoint })
+    }
+
+    async fn run(&self) -> Result<(), Failure> {
+        let args = self.args;
+        let options = LocalRingOptions {
+            model: args.model.clone(),
+            cut: self.cut.clone(),
+            wire: args.wire,
+            in_flight: args.in_flight,
+            drafts: args.drafts,
+            threads: args.threads,
+        };
+        let ring = LocalRing::start(&options).await?;
+        self.introduce(&ring);
+        let result = self.ask(&ring).await;
+        let stages: Vec<Value> = ring
+            .stages
+            .iter()
+            .map(|stage| json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() }))
+            .collect();
+        ring.stop().await;
+        let answer = result?;
+        let reference = self.reference()?;
+        let ids = answer.ids()?;
+        let equal = reference == ids;
+        self.report(&answer, equal, &reference);
+        if args.json {
+            console::line(&self.json(&answer, equal, &stages).to_string());
+        }
+        if equal { Ok(()) } else { Err(Failure::new("equality", first_difference(&ids, &reference))) }
+    }
+
+    fn introduce(&self, ring: &LocalRing) {
+        for stage in &ring.stages {
+            let pid = stage.child.pid().map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+            console::note(&format!("stage {:>5}  pid {pid:>7}  {}", stage.range.to_string(), stage.peer));
+        }
+        console::note(&format!("coordinator at {}\n", ring.url));
+    }
+
+    /// Streams the text to the terminal as it comes.
+    async fn ask(&self, ring: &LocalRing) -> Result<Answer, Failure> {
+        let args = self.args;
+        let ids: Vec<u32> = self.prompt.iter().map(|id| id.0).collect();
+        let body = json!({
+            "prompt": ids, "max_tokens": args.max_new, "temperature": args.temperature, "top_p": 1.0,
+            "seed": args.seed, "mode": args.mode.name(), "wire": args.wire.to_string(),
+            "return_token_ids": true, "stream": true, "stream_options": { "include_usage": true },
+        });
+        let (client, max_new) = (Client::new(&ring.url), u64::from(args.max_new));
+        let streaming = tokio::task::spawn_blocking(move || {
+            let mut out = std::io::stdout();
+            let terminal = out.is_terminal();
+            let mut screen = Screen::new(&mut out, terminal, max_new);
+            let mut answer = Answer::default();
+            let streamed = client.stream(&body, |event| {
+                let delta = answer.take(&event)?;
+                screen.show(&delta, answer.completion_tokens).map_err(Failure::of("stdout"))
+            });
+            screen.finish().map_err(Failure::of("stdout"))?;
+            streamed.map(|()| answer)
+        });
+        streaming.await.map_err(Failure::of("client"))?
+    }
+
+    /// The same request undrafted, in this process, with the same boundaries emulated.
+    fn reference(&self) -> Result<Vec<TokenId>, Failure> {
+        let args = self.args;
+        let settings = CpuSettings { threads: args.threads.max(1), ..CpuSettings::default() };
+        let mut engine = CpuEngine::new(&self.checkpoint, self.checkpoint.all_layers(), &settings)
+            .map_err(Failure::of("reference"))?;
+        let request = solo::Request {
+            prompt: &self.prompt,
+            max_new: args.max_new,
+            sampling: Sampling { temperature: args.temperature, top_k: 0, top_p: 1.0, seed: args.seed },
+            eos: &self.checkpoint.config().eos.iter().copied().map(TokenId).collect::<Vec<_>>(),
+            boundaries: self.cut.iter().skip(1).map(|range| range.lo()).collect(),
+            encoding: args.wire,
+            chunk: REFERENCE_CHUNK,
+        };
+        solo::generate(&mut engine, &request).map_err(Failure::of("reference"))
+    }
+
+    fn json(&self, answer: &Answer, equal: bool, stages: &[Value]) -> Value {
+        let mut object = answer.json();
+        object["reference_equal"] = json!(equal);
+        object["mode"] = json!(self.args.mode.name());
+        object["wire"] = json!(self.args.wire);
+        object["stages"] = json!(stages);
+        object
+    }
+
+    fn report(&self, answer: &Answer, equal: bool, reference: &[TokenId]) {
+        let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
+        let list = |name: &str| {
+            let values = answer.measured.get(name).and_then(Value::as_array);
+            let shown =
+                values.map(|values| values.iter().map(|value| format!("{:.2}", value.as_f64().unwrap_or(f64::NAN))));
+            shown.map_or_else(|| "-".to_owned(), |shown| shown.collect::<Vec<_>>().join("  "))
+        };
+        let shown = |value: Option<f64>, digits: usize| {
+            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+        };
+        let rows = [
+            ("tokens per second", shown(number("tokens_per_second"), 1)),
+            ("time to first token, ms", shown(number("ttft_ms"), 1)),
+            ("acceptance length", shown(number("acceptance_length"), 2)),
+            ("acceptance by depth", list("accept_by_depth")),
+            ("frames per token", shown(number("frames_per_token"), 2)),
+            ("frames computed per token, by stage", list("frames_computed_per_token")),
+            ("most frames in flight", shown(number("max_in_flight"), 0)),
+            ("bytes per position and hop", shown(number("wire_bytes_per_position"), 0)),
+            (
+                "ids equal to one undrafted process",
+                format!("{} ({} tokens)", if equal { "yes" } else { "NO" }, reference.len()),
+            ),
+        ];
+        let mut table = String::from("\n");
+        for (name, value) in rows {
+            table += &format!("{name:<38} {value}\n");
+        }
+        let mut out = std::io::stdout().lock();
+        let _ = write!(out, "{table}").and_then(|()| out.flush());
+    }
+}
+
+fn first_difference(got: &[TokenId], reference: &[TokenId]) -> String {
+    let at = got.iter().zip(reference).position(|(a, b)| a != b).unwrap_or(got.len().min(reference.len()));
+    format!(
+        "the ring's {} ids differ from the reference's {} at index {at}: {:?} and {:?}",
+        got.len(),
+        reference.len(),
+        got.get(at),
+        reference.get(at)
+    )
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        Self::new("client", error)
+    }
+}

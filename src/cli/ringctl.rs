@@ -1,0 +1,73 @@
+//! `ringctl`: everything in one program, so that it can start a ring of itself.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+use crate::api::score::ScoreReport;
+use crate::cli::console::{self, Failure};
+use crate::cli::coordinator::{self, CoordinatorArgs};
+use crate::cli::demo::{self, DemoArgs};
+use crate::cli::generate::{self, GenerateArgs};
+use crate::cli::ring::{LocalRing, LocalRingOptions};
+use crate::cli::score::{self, ScoreArgs, score_over_http};
+use crate::cli::stage::{self, StageArgs};
+use crate::cli::tiling::tile_plain;
+use crate::ids::TokenId;
+use crate::model::Checkpoint;
+
+/// Commands of `ringctl`.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start a ring on this machine, stream a text through it and prove the text right
+    Demo(DemoArgs),
+    /// Hold a layer range and serve it
+    Stage(StageArgs),
+    /// Keep a ring whole and serve it over HTTP
+    Coordinator(CoordinatorArgs),
+    /// Stream text from a running coordinator
+    Generate(GenerateArgs),
+    /// Score a token sequence on a running coordinator, or on a ring started for it
+    Score(ScoreArgs),
+}
+
+/// Runs a command.
+pub fn run(command: &Command) -> ExitCode {
+    let mut out = std::io::stdout();
+    match command {
+        Command::Demo(args) => demo::run(args),
+        Command::Stage(args) => stage::run(args),
+        Command::Coordinator(args) => coordinator::run(args),
+        Command::Generate(args) => {
+            console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))
+        }
+        Command::Score(args) => {
+            let mut local = |args: &ScoreArgs, ids: &[TokenId]| score_locally(args, ids).map_err(Into::into);
+            console::exit_quietly(score::run(args, &mut out, &mut local).map_err(Failure::of("score")))
+        }
+    }
+}
+
+/// Scores ids on a ring that it starts and stops.
+fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failure> {
+    let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
+    let config = checkpoint.config();
+    let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
+    let cut = tile_plain(config.layers, args.stages, taps).map_err(Failure::of("config"))?;
+    let wire = args.wire.unwrap_or_default();
+    let options = LocalRingOptions { model: args.model.clone(), cut, wire, in_flight: None, drafts: None, threads: 1 };
+    let ids = ids.to_vec();
+    let scoring = async {
+        let ring = LocalRing::start(&options).await?;
+        let url = ring.url.clone();
+        let asked = tokio::task::spawn_blocking(move || score_over_http(&url, &ids, score::TOP, Some(wire))).await;
+        ring.stop().await;
+        asked.map_err(Failure::of("client"))?.map_err(Failure::of("client"))
+    };
+    console::runtime()?.block_on(async {
+        tokio::select! {
+            done = scoring => done,
+            () = console::signalled() => Err(Failure::new("interrupted", "stopped by a signal; every process was stopped")),
+        }
+    })
+}

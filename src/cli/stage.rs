@@ -1,0 +1,236 @@
+//! `stage`: a volunteer holds a layer range and serves it.
+//!
+//! Speaks to a program on stdout (`READY {…}`, `FATAL {…}`, with `--json-events` one `EVENT {…}` a
+//! change) and to a person on stderr.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use libp2p::{Multiaddr, PeerId};
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+
+use crate::cli::console::{self, Failure};
+use crate::config::{MAX_SESSIONS, StageSettings};
+use crate::engine::Engine;
+use crate::engine::cpu::{CpuEngine, CpuSettings};
+use crate::ids::{LayerRange, WireEncoding};
+use crate::model::Checkpoint;
+use crate::node::membership::Obey;
+use crate::node::serve::{self, StageEvent, StageParts};
+use crate::transport::identity;
+use crate::transport::quic::{QuicLink, QuicSettings};
+use crate::transport::redial::peer_of;
+
+/// Events that wait to be printed.
+const EVENTS_MAX: usize = 256;
+
+/// Options of `stage`.
+#[derive(Debug, Clone, Args)]
+pub struct StageArgs {
+    /// Layers to hold, half-open: 3:6 holds layers 3, 4 and 5
+    #[arg(long, value_name = "LO:HI")]
+    pub range: LayerRange,
+    /// Folder of the checkpoint, or `tiny` for the small model inside this program
+    #[arg(long, value_name = "DIR", default_value = "tiny")]
+    pub model: String,
+    /// Address to listen on; more than one may be given
+    #[arg(long, value_name = "MULTIADDR", default_value = "/ip4/127.0.0.1/udp/0/quic-v1")]
+    pub listen: Vec<Multiaddr>,
+    /// Coordinator to dial and offer this stage to; ends in /p2p/PEERID, and only that peer is obeyed
+    #[arg(long, value_name = "MULTIADDR")]
+    pub coordinator: Option<Multiaddr>,
+    /// Coordinator that is obeyed when it dials this stage; more than one may be given
+    #[arg(long, value_name = "PEERID")]
+    pub allow: Vec<PeerId>,
+    /// Obey any coordinator that comes
+    #[arg(long)]
+    pub open: bool,
+    /// Key file of this stage's identity, made on first use with mode 0600; without it an identity
+    /// lasts for this run only
+    #[arg(long, value_name = "FILE")]
+    pub identity: Option<PathBuf>,
+    /// Where to compute
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: String,
+    /// Threads of the engine; default: the processors this process may use
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Longest session in positions; default: the model's
+    #[arg(long, value_name = "POSITIONS")]
+    pub max_context: Option<u32>,
+    /// Sessions held at once
+    #[arg(long, value_name = "N", default_value_t = MAX_SESSIONS)]
+    pub max_sessions: u32,
+    /// Wire encodings to offer, best first; the coordinator chooses
+    #[arg(long, value_name = "ENCODING", value_delimiter = ',', default_value = "fp8,bf16")]
+    pub wire: Vec<WireEncoding>,
+    /// Check config, index, the range's tensors and the memory, without network; the exit status says
+    #[arg(long, conflicts_with = "shards")]
+    pub check: bool,
+    /// List the files that this range needs, with sizes
+    #[arg(long)]
+    pub shards: bool,
+    /// Print one EVENT line on stdout for every change of ring
+    #[arg(long)]
+    pub json_events: bool,
+    /// End when stdin closes: for a program that starts stages
+    #[arg(long, hide = true)]
+    pub parent_pipe: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &StageArgs) -> ExitCode {
+    let result = if args.shards {
+        list_shards(args)
+    } else if args.check {
+        check(args)
+    } else {
+        serve(args)
+    };
+    console::exit(result)
+}
+
+fn open_model(args: &StageArgs) -> Result<Checkpoint, Failure> {
+    let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
+    checkpoint.check_range(args.range).map_err(Failure::of("range"))?;
+    Ok(checkpoint)
+}
+
+fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
+    if args.device != "cpu" {
+        let why = format!("--device {}: expected cpu, the one device that this program computes on", args.device);
+        return Err(Failure::new("device", why));
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = args.threads.unwrap_or(processors);
+    if args.max_sessions == 0 || args.max_sessions > 65_536 {
+        return Err(Failure::new("config", format!("--max-sessions {}: expected 1 to 65536", args.max_sessions)));
+    }
+    Ok(CpuSettings { threads, max_context: args.max_context, ..CpuSettings::default() })
+}
+
+fn list_shards(args: &StageArgs) -> Result<(), Failure> {
+    let checkpoint = open_model(args)?;
+    let shards = checkpoint.shards(args.range).map_err(Failure::of("model"))?;
+    for shard in &shards {
+        console::line(&format!("{}\t{}", shard.file, shard.describe()));
+    }
+    Ok(())
+}
+
+fn check(args: &StageArgs) -> Result<(), Failure> {
+    let checkpoint = open_model(args)?;
+    let settings = settings(args)?;
+    let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
+    let weights = checkpoint.weights(args.range).map_err(Failure::of("model"))?;
+    weights.check_values().map_err(Failure::of("model"))?;
+    let free = console::memory_free();
+    need.check(free).map_err(Failure::of("memory"))?;
+    console::line(&format!(
+        "OK {}",
+        json!({
+            "model": checkpoint.name(),
+            "range": args.range.to_string(),
+            "drafts": checkpoint.drafts(args.range),
+            "stored_bytes": weights.stored_bytes(),
+            "needed_bytes": need.total(),
+            "session_bytes": need.session_bytes,
+            "free_bytes": free,
+        })
+    ));
+    Ok(())
+}
+
+fn serve(args: &StageArgs) -> Result<(), Failure> {
+    if args.parent_pipe {
+        crate::cli::process::watch_parent();
+    }
+    let obey = obey(args)?;
+    let checkpoint = open_model(args)?;
+    let settings = settings(args)?;
+    let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
+    need.check(console::memory_free()).map_err(Failure::of("memory"))?;
+    let identity = match &args.identity {
+        Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
+        None => identity::fresh(),
+    };
+    let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
+    let settings = StageSettings {
+        coordinator: args.coordinator.clone(),
+        obey,
+        max_sessions: args.max_sessions,
+        encodings: args.wire.clone(),
+    };
+    let digest = checkpoint.digest();
+    console::runtime()?.block_on(async {
+        let (link, events) =
+            QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
+                .await
+                .map_err(Failure::of("listen"))?;
+        let facts = engine.facts().clone();
+        let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
+        console::line(&format!(
+            "READY {}",
+            json!({
+                "peer": link.local_peer().to_string(),
+                "addresses": addresses,
+                "range": facts.range.to_string(),
+                "device": facts.device,
+                "draft_block": facts.draft_block,
+                "max_context": facts.max_context,
+                "pid": std::process::id(),
+            })
+        ));
+        let observer = args.json_events.then(print_events);
+        let stop = stop_on_signal();
+        let parts = StageParts { engine: Box::new(engine), link, events, model_digest: digest, stop, observer };
+        serve::serve(parts, &settings).await.map_err(Failure::of("serve"))
+    })
+}
+
+fn obey(args: &StageArgs) -> Result<Obey, Failure> {
+    let mut peers: BTreeSet<PeerId> = args.allow.iter().copied().collect();
+    if let Some(address) = &args.coordinator {
+        let Some(peer) = peer_of(address) else {
+            let why = format!("--coordinator {address}: expected a multiaddr that ends in /p2p/PEERID");
+            return Err(Failure::new("config", why));
+        };
+        peers.insert(peer);
+    }
+    if args.open {
+        return Ok(Obey::Anyone);
+    }
+    if peers.is_empty() {
+        console::note(
+            "this stage obeys nobody: start it with --coordinator MULTIADDR, --allow PEERID of its coordinator, or --open",
+        );
+    }
+    Ok(Obey::Peers(peers))
+}
+
+fn print_events() -> mpsc::Sender<StageEvent> {
+    let (sender, mut receiver) = mpsc::channel::<StageEvent>(EVENTS_MAX);
+    tokio::spawn(async move {
+        while let Some(event) = receiver.recv().await {
+            if let Ok(text) = serde_json::to_string(&event) {
+                console::line(&format!("EVENT {text}"));
+            }
+        }
+    });
+    sender
+}
+
+/// Becomes `true` at the first SIGTERM or SIGINT.
+pub(crate) fn stop_on_signal() -> watch::Receiver<bool> {
+    let (sender, receiver) = watch::channel(false);
+    tokio::spawn(async move {
+        console::signalled().await;
+        let _ = sender.send(true);
+        // The receivers decide when to end; the sender stays so that they see `true`, not a loss.
+        std::future::pending::<()>().await;
+    });
+    receiver
+}

@@ -1,0 +1,387 @@
+//! The part of the loop that moves sessions: starts them, drains their rounds, ends them.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use libp2p::PeerId;
+
+use crate::clock;
+use crate::coordinator::handle::Command;
+use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
+use crate::coordinator::localize::blame;
+use crate::coordinator::run::Shell;
+use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Session};
+use crate::ids::{LayerRange, Position, SessionId, TokenId, View, WireEncoding};
+use crate::proto::codec;
+use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
+use crate::proto::frame::Reply;
+use crate::proto::round::{Deadlines, Finish as RoundFinish, Round, RoundConfig, RoundError, RoundOutput};
+use crate::transport::Lane;
+
+impl Shell {
+    pub(super) fn handle_command(&mut self, command: Command) {
+        match command {
+            Command::Submit { session, request, reader } => self.start(session, request, Some(reader)),
+            Command::Enough(session) => self.stop(session),
+            Command::Gone(session) => self.abandon(session),
+        }
+    }
+
+    /// Sends one token round an idle ring, to know that it is ready.
+    pub(super) fn probe_ring(&mut self, now: Instant) {
+        if self.ring.whole().is_empty() || !self.sessions.is_empty() {
+            return;
+        }
+        self.nonce += 1;
+        let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
+        let request = Request {
+            prompt: vec![self.shape.probe_token],
+            max_new: 1,
+            sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 },
+            mode: Some(Mode::Plain),
+            encoding: None,
+            score: None,
+            ignore_eos: true,
+        };
+        tracing::debug!(%session, age = ?now, "probe round");
+        self.start(session, request, None);
+    }
+
+    fn start(&mut self, id: SessionId, request: Request, reader: Option<JobSide>) {
+        let now = clock::now();
+        let whole = self.ring.whole();
+        let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
+        let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
+        if ring.is_empty() {
+            let why = format!("the ring is not whole: {}", self.ring.missing().unwrap_or_default());
+            return self.end_unstarted(reader, JobError::Deadline { waited_ms: 0, why });
+        }
+        let drafts = match request.mode.unwrap_or_default() {
+            Mode::Pipelined => self.settings.draft_max.min(draft_block),
+            Mode::Plain => 0,
+        };
+        let encoding = request.encoding.unwrap_or(self.settings.encoding);
+        let prompt_len = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        let stages = u32::try_from(ring.len()).unwrap_or(u32::MAX);
+        let chunk = self.settings.prefill_chunk.min(prompt_len);
+        let positions = prompt_len.saturating_add(request.max_new);
+        let reach = (draft_block + 1)
+            .max(self.settings.in_flight_max)
+            .max(chunk.saturating_mul(stages + 1))
+            .min(positions.max(1));
+        let open = Open {
+            view: self.ring.view(),
+            session: id,
+            prompt_len,
+            positions,
+            reach,
+            boundaries: ring.iter().skip(1).map(|(_, range)| range.lo()).collect(),
+            encoding,
+            sampling: request.sampling,
+            draft_block: drafts,
+            want: Want { scores: request.score },
+        };
+        let round = match Round::new(self.round_config(&open, request, chunk), now) {
+            Ok(round) => round,
+            Err(error) => return self.end_unstarted(reader, JobError::Diverged { why: error.to_string() }),
+        };
+        for (peer, _) in &ring {
+            self.send(*peer, &Control::Open(open.clone()));
+        }
+        let mut session = Session::new(round, ring, reader, now);
+        session.prompt_len = prompt_len;
+        session.drafted = drafts > 0;
+        session.wire_bytes_per_position = self.wire_bytes(encoding);
+        self.sessions.insert(id, session);
+        self.drain_round(id);
+    }
+
+    fn end_unstarted(&self, reader: Option<JobSide>, error: JobError) {
+        if let Some(reader) = reader {
+            self.end(reader, Event::Failed(error));
+        }
+    }
+
+    fn round_config(&self, open: &Open, request: Request, prefill_chunk: u32) -> RoundConfig {
+        RoundConfig {
+            view: open.view,
+            session: open.session,
+            prompt: request.prompt,
+            max_new: request.max_new,
+            eos: self.eos.clone(),
+            ignore_eos: request.ignore_eos,
+            in_flight_max: self.settings.in_flight_max,
+            draft_max: open.draft_block,
+            prefill_chunk,
+            reach: open.reach,
+            score: request.score.is_some(),
+            deadlines: Deadlines { reply: self.settings.reply_deadline, prefill: self.settings.prefill_deadline },
+        }
+    }
+
+    fn wire_bytes(&self, encoding: WireEncoding) -> u64 {
+        let bytes = codec::frame_header_bytes(1) + encoding.position_bytes(self.shape.hc, self.shape.dim);
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn handle_reply(&mut self, reply: Reply) {
+        let now = clock::now();
+        let id = reply.session;
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let current = reply.view == self.ring.view();
+        if let Phase::Running = session.phase {
+            if let Some(token) = beyond(&reply, self.vocab) {
+                let why = format!("the tail answers with token id {token}, the vocabulary ends at {}", self.vocab);
+                return self.fail(id, JobError::Diverged { why });
+            }
+            session.round.handle_reply(reply, now);
+            if current {
+                self.went_round(now);
+            }
+            self.drain_round(id);
+        }
+    }
+
+    /// Does what a session's round says until it has nothing more to say.
+    fn drain_round(&mut self, id: SessionId) {
+        let now = clock::now();
+        loop {
+            let Some(session) = self.sessions.get_mut(&id) else { return };
+            let Some(output) = session.round.poll_output(now) else { break };
+            let told = match output {
+                RoundOutput::Send { head, ids } => match codec::encode_frame(&head, &ids, &[]) {
+                    Ok(body) => {
+                        session.frames_sent += 1;
+                        let to = session.ring.first().map(|(peer, _)| *peer);
+                        self.send_frame(to, body);
+                        Ok(())
+                    }
+                    Err(error) => Err(JobError::Diverged { why: error.to_string() }),
+                },
+                RoundOutput::Cancel { below } => {
+                    let peers: Vec<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+                    for peer in peers {
+                        self.send(peer, &Control::Cancel { session: id, below });
+                    }
+                    Ok(())
+                }
+                RoundOutput::Commit { index, token, .. } => session.commit(index, token, now),
+                RoundOutput::Scored { position, answer } => session.score(position.0, answer),
+                RoundOutput::Finished(finish) => {
+                    self.close(id, finish, now);
+                    Ok(())
+                }
+                RoundOutput::Failed(error) => {
+                    self.round_failed(id, &error, now);
+                    Ok(())
+                }
+            };
+            if let Err(error) = told {
+                self.fail(id, error);
+            }
+        }
+        self.count_in_flight();
+    }
+
+    fn send_frame(&mut self, to: Option<PeerId>, body: bytes::Bytes) {
+        let Some(to) = to else { return };
+        if let Err(error) = self.link.try_send(to, Lane::Data, body) {
+            self.ring.handle_fault(to, &error.to_string(), clock::now());
+        }
+    }
+
+    fn count_in_flight(&self) {
+        let frames: usize = self.sessions.values().map(|session| session.round.in_flight()).sum();
+        self.shared.in_flight.store(u32::try_from(frames).unwrap_or(u32::MAX), Ordering::Relaxed);
+    }
+
+    /// Ends a session well: frees it on every stage, and asks what they computed.
+    fn close(&mut self, id: SessionId, finish: RoundFinish, now: Instant) {
+        let finish = match finish {
+            RoundFinish::Eos | RoundFinish::Stopped => Finish::Stop,
+            RoundFinish::Length | RoundFinish::Scored => Finish::Length,
+        };
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let pending: BTreeSet<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+        let settled = session.round.frontier();
+        session.phase = Phase::Closing { finish, pending: pending.clone(), until: now + CLOSE_DEADLINE };
+        self.free(id, pending, settled);
+    }
+
+    fn free(&self, id: SessionId, peers: impl IntoIterator<Item = PeerId>, settled: Position) {
+        for peer in peers {
+            self.send(peer, &Control::Close { session: id, settled });
+        }
+    }
+
+    pub(super) fn handle_closed(&mut self, peer: PeerId, report: SessionReport) {
+        let id = report.session;
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let Phase::Closing { pending, .. } = &mut session.phase else { return };
+        if pending.remove(&peer) {
+            session.reports.insert(peer, report);
+        }
+        if pending.is_empty() {
+            self.finish(id);
+        }
+    }
+
+    fn finish(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.remove(&id) else { return };
+        let Phase::Closing { finish, .. } = session.phase else { return };
+        let stats = session.stats();
+        if let Some(reader) = session.reader {
+            self.end(reader, Event::Finished { reason: finish, stats });
+        }
+        self.count_in_flight();
+    }
+
+    /// Ends a session badly: frees it everywhere and says why.
+    pub(super) fn fail(&mut self, id: SessionId, error: JobError) {
+        let Some(session) = self.sessions.remove(&id) else { return };
+        tracing::warn!(session = %id, %error, "session failed");
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
+        if let Some(reader) = session.reader {
+            self.end(reader, Event::Failed(error));
+        }
+        self.count_in_flight();
+    }
+
+    /// The reader has enough: the session ends well.
+    fn stop(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get_mut(&id)
+            && let Phase::Running = session.phase
+        {
+            session.round.handle_stop();
+            self.drain_round(id);
+        }
+    }
+
+    /// The reader is gone: frees the session everywhere, and tells nobody.
+    fn abandon(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.remove(&id) else { return };
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
+        if session.reader.is_some() {
+            self.shared.open.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.count_in_flight();
+    }
+
+    fn end(&self, reader: JobSide, event: Event) {
+        self.shared.open.fetch_sub(1, Ordering::AcqRel);
+        reader.end(event);
+    }
+
+    fn round_failed(&mut self, id: SessionId, error: &RoundError, now: Instant) {
+        match error {
+            RoundError::Overdue { waited, .. } => self.localize(id, *waited, now),
+            other => self.fail(id, JobError::Diverged { why: other.to_string() }),
+        }
+    }
+
+    /// Asks every stage how far the session's frames came.
+    fn localize(&mut self, id: SessionId, waited: Duration, now: Instant) {
+        self.nonce += 1;
+        let nonce = self.nonce;
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let pending: BTreeSet<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+        session.phase = Phase::Localizing { waited, nonce, pending: pending.clone(), until: now + LOCALIZE_DEADLINE };
+        for peer in pending {
+            self.send(peer, &Control::Probe { nonce });
+        }
+    }
+
+    pub(super) fn handle_report(&mut self, peer: PeerId, nonce: u64, report: &StageReport) {
+        let mut complete = Vec::new();
+        for (id, session) in &mut self.sessions {
+            let Phase::Localizing { nonce: asked, pending, .. } = &mut session.phase else { continue };
+            if *asked == nonce && pending.remove(&peer) {
+                session.probes.insert(peer, report.clone());
+                if pending.is_empty() {
+                    complete.push(*id);
+                }
+            }
+        }
+        for id in complete {
+            self.judge(id);
+        }
+    }
+
+    fn judge(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        let Phase::Localizing { waited, .. } = session.phase else { return };
+        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+        match blame(&session.ring, &session.probes, id, session.frames_sent) {
+            Some(blame) => {
+                let why = format!("no reply for {waited_ms} ms; {}", blame.why);
+                self.ring.handle_fault(blame.peer, &why, clock::now());
+                self.fail(id, stage_lost(blame.peer, blame.range, &why));
+            }
+            None => {
+                let why = "every stage passed on what it received".to_owned();
+                self.fail(id, JobError::Deadline { waited_ms, why });
+            }
+        }
+    }
+
+    pub(super) fn handle_failed(&mut self, peer: PeerId, view: View, id: SessionId, reason: String) {
+        if view != self.ring.view() {
+            return;
+        }
+        let Some(session) = self.sessions.get(&id) else { return };
+        let range = session.ring.iter().find(|(member, _)| *member == peer);
+        let Some(range) = range.map(|(_, range)| range.to_string()) else { return };
+        if matches!(session.phase, Phase::Running) {
+            self.fail(id, JobError::Refused { range, peer: peer.to_string(), why: reason });
+        }
+    }
+
+    /// The ring of the sessions is no more.
+    pub(super) fn handle_broken(&mut self, peer: PeerId, range: LayerRange, why: &str) {
+        self.forget_round();
+        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
+            let closing = self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Closing { .. }));
+            if closing {
+                // Its tokens are all committed: only the numbers may miss a stage.
+                self.finish(id);
+            } else {
+                self.fail(id, stage_lost(peer, range, why));
+            }
+        }
+    }
+
+    pub(super) fn sessions_timeout(&self) -> Option<Instant> {
+        let of = |session: &Session| match &session.phase {
+            Phase::Running => session.round.poll_timeout().map(|(at, _)| at),
+            Phase::Closing { until, .. } | Phase::Localizing { until, .. } => Some(*until),
+        };
+        self.sessions.values().filter_map(of).min()
+    }
+
+    pub(super) fn handle_sessions_timeout(&mut self, now: Instant) {
+        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
+            let Some(session) = self.sessions.get_mut(&id) else { continue };
+            match &session.phase {
+                Phase::Running => {
+                    session.round.handle_timeout(now);
+                    self.drain_round(id);
+                }
+                Phase::Closing { until, .. } if *until <= now => self.finish(id),
+                Phase::Localizing { until, .. } if *until <= now => self.judge(id),
+                Phase::Closing { .. } | Phase::Localizing { .. } => {}
+            }
+        }
+    }
+}
+
+/// A token of a reply that the vocabulary does not have.
+fn beyond(reply: &Reply, vocab: u32) -> Option<TokenId> {
+    let answers = reply.answers.iter().map(|answer| answer.token);
+    let drafts = reply.draft.iter().flat_map(|block| block.tokens.iter().copied());
+    answers.chain(drafts).find(|token| token.0 >= vocab)
+}
+
+fn stage_lost(peer: PeerId, range: LayerRange, why: &str) -> JobError {
+    JobError::StageLost { range: range.to_string(), peer: peer.to_string(), why: why.to_owned() }
+}

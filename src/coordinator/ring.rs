@@ -1,0 +1,421 @@
+//! The ring's membership in the coordinator: pure.
+//!
+//! Owns who offered what, the view, and whether the ring is waiting for layers, joining, or whole.
+//! Whether it is *ready* is not said here: that takes a token that went round.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use libp2p::PeerId;
+
+use crate::coordinator::plan::{Candidate, plan};
+use crate::ids::{LayerRange, View};
+use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
+
+/// How long the members of a view may take to connect to each other.
+const JOIN_DEADLINE: Duration = Duration::from_secs(10);
+
+/// How long to wait after a join that failed.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// A stage that offered itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Member {
+    /// Who.
+    pub peer: PeerId,
+    /// What it offered last.
+    pub offer: Offer,
+    /// What it reported last.
+    pub report: Option<StageReport>,
+    /// It finishes what is open and takes nothing new.
+    pub draining: bool,
+    /// It answers heartbeats late.
+    pub suspect: bool,
+}
+
+impl Member {
+    fn neighbour(&self) -> Neighbour {
+        Neighbour { peer: self.peer, addresses: self.offer.addresses.clone() }
+    }
+}
+
+/// What the shell is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Output {
+    /// Send a control message.
+    Send {
+        /// To whom.
+        to: PeerId,
+        /// What.
+        message: Control,
+    },
+    /// The ring of the last view is no more: its sessions fail.
+    Broken {
+        /// The stage that is to blame.
+        peer: PeerId,
+        /// Its layers.
+        range: LayerRange,
+        /// What was seen.
+        why: String,
+    },
+    /// Every member has joined the view.
+    Whole {
+        /// The view.
+        view: View,
+    },
+    /// Layers are missing, or stages don't fit together.
+    Waiting {
+        /// For what, in words for an operator.
+        why: String,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum State {
+    Waiting { why: String, retry: Option<Instant> },
+    Joining { ring: Vec<PeerId>, pending: BTreeSet<PeerId>, until: Instant },
+    Whole { ring: Vec<PeerId> },
+}
+
+/// The membership.
+#[derive(Debug)]
+pub struct Ring {
+    layers: u16,
+    view: View,
+    members: BTreeMap<PeerId, Member>,
+    state: State,
+    outputs: VecDeque<Output>,
+}
+
+impl Ring {
+    /// A ring over `layers` layers, without members.
+    #[must_use]
+    pub fn new(layers: u16) -> Self {
+        let mut ring = Self {
+            layers,
+            view: View(0),
+            members: BTreeMap::new(),
+            state: State::Waiting { why: String::new(), retry: None },
+            outputs: VecDeque::new(),
+        };
+        ring.replan(None);
+        ring
+    }
+
+    /// The current view; 0 before the first.
+    #[must_use]
+    pub fn view(&self) -> View {
+        self.view
+    }
+
+    /// The members of the whole ring, head first; empty unless whole.
+    #[must_use]
+    pub fn whole(&self) -> Vec<&Member> {
+        match &self.state {
+            State::Whole { ring } => ring.iter().filter_map(|peer| self.members.get(peer)).collect(),
+            State::Waiting { .. } | State::Joining { .. } => Vec::new(),
+        }
+    }
+
+    /// What is missing, unless whole.
+    #[must_use]
+    pub fn missing(&self) -> Option<String> {
+        match &self.state {
+            State::Waiting { why, .. } => Some(why.clone()),
+            State::Joining { pending, .. } => {
+                let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
+                Some(format!("view {}: waiting for {} to join", self.view, names.join(", ")))
+            }
+            State::Whole { ring } => {
+                let draining = ring.iter().filter_map(|peer| self.members.get(peer)).find(|member| member.draining)?;
+                Some(format!("stage {} ({}) is draining", draining.offer.range, draining.peer))
+            }
+        }
+    }
+
+    /// Every stage that offered itself.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        self.members.values()
+    }
+
+    /// One stage.
+    #[must_use]
+    pub fn member(&self, peer: PeerId) -> Option<&Member> {
+        self.members.get(&peer)
+    }
+
+    /// What to do next.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When to call [`Ring::handle_timeout`].
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match &self.state {
+            State::Waiting { retry, .. } => *retry,
+            State::Joining { until, .. } => Some(*until),
+            State::Whole { .. } => None,
+        }
+    }
+
+    /// Time has come.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        match &self.state {
+            State::Waiting { retry: Some(at), .. } if *at <= now => self.replan(Some(now)),
+            State::Joining { until, pending, .. } if *until <= now => {
+                let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
+                let why =
+                    format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
+                self.wait(why, Some(now + RETRY_AFTER));
+            }
+            State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } => {}
+        }
+    }
+
+    /// A stage offered itself, or changed its offer.
+    pub fn handle_offer(&mut self, peer: PeerId, offer: Offer, now: Instant) {
+        let moved = self.members.get(&peer).is_some_and(|member| member.offer.range != offer.range);
+        if moved {
+            self.handle_gone(peer, "it offers another range", now);
+        }
+        self.view = self.view.max(offer.view);
+        let member = Member { peer, offer, report: None, draining: false, suspect: false };
+        self.members.insert(peer, member);
+        if matches!(self.state, State::Waiting { .. }) {
+            self.replan(Some(now));
+        }
+    }
+
+    /// A stage is gone.
+    pub fn handle_gone(&mut self, peer: PeerId, why: &str, now: Instant) {
+        let Some(member) = self.members.remove(&peer) else { return };
+        self.breaks(peer, member.offer.range, why.to_owned(), now);
+        if matches!(self.state, State::Waiting { .. }) {
+            self.replan(Some(now));
+        }
+    }
+
+    /// A member says that its neighbour is gone.
+    pub fn handle_neighbour_lost(&mut self, view: View, lost: PeerId, why: &str, now: Instant) {
+        if view != self.view {
+            return;
+        }
+        if let Some(range) = self.members.get(&lost).map(|member| member.offer.range) {
+            self.breaks(lost, range, format!("a neighbour lost it: {why}"), now);
+        }
+    }
+
+    /// A stage failed every session it was given, or stopped moving frames: the view is given up.
+    pub fn handle_fault(&mut self, peer: PeerId, why: &str, now: Instant) {
+        if let Some(range) = self.members.get(&peer).map(|member| member.offer.range) {
+            self.breaks(peer, range, why.to_owned(), now);
+        }
+    }
+
+    /// A member has joined.
+    pub fn handle_joined(&mut self, peer: PeerId, view: View) {
+        let State::Joining { ring, pending, .. } = &mut self.state else { return };
+        if view != self.view {
+            return;
+        }
+        pending.remove(&peer);
+        if pending.is_empty() {
+            self.state = State::Whole { ring: std::mem::take(ring) };
+            self.outputs.push_back(Output::Whole { view });
+        }
+    }
+
+    /// A member refuses the view.
+    pub fn handle_join_refused(&mut self, peer: PeerId, view: View, current: View, reason: &str, now: Instant) {
+        if view != self.view {
+            return;
+        }
+        self.view = self.view.max(current);
+        let range = self.members.get(&peer).map_or_else(String::new, |member| member.offer.range.to_string());
+        self.wait(format!("stage {range} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+    }
+
+    /// A stage finishes what is open and takes nothing new.
+    pub fn handle_draining(&mut self, peer: PeerId) {
+        if let Some(member) = self.members.get_mut(&peer) {
+            member.draining = true;
+        }
+    }
+
+    /// A stage reported.
+    pub fn handle_report(&mut self, peer: PeerId, report: StageReport) {
+        if let Some(member) = self.members.get_mut(&peer) {
+            member.report = Some(report);
+        }
+    }
+
+    /// A stage answers late, or in time again.
+    pub fn handle_suspect(&mut self, peer: PeerId, suspect: bool) {
+        if let Some(member) = self.members.get_mut(&peer) {
+            member.suspect = suspect;
+        }
+    }
+
+    fn breaks(&mut self, peer: PeerId, range: LayerRange, why: String, now: Instant) {
+        let held = match &self.state {
+            State::Joining { ring, .. } | State::Whole { ring } => ring.contains(&peer),
+            State::Waiting { .. } => false,
+        };
+        if held {
+            self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
+            self.wait(format!("stage {range} ({peer}) was lost: {why}"), Some(now + RETRY_AFTER));
+        }
+    }
+
+    fn wait(&mut self, why: String, retry: Option<Instant>) {
+        self.outputs.push_back(Output::Waiting { why: why.clone() });
+        self.state = State::Waiting { why, retry };
+    }
+
+    fn replan(&mut self, now: Option<Instant>) {
+        let candidates: Vec<Candidate> = self
+            .members
+            .values()
+            .filter(|member| !member.draining)
+            .map(|member| Candidate {
+                peer: member.peer,
+                range: member.offer.range,
+                drafts: member.offer.draft_block > 0,
+            })
+            .collect();
+        match (plan(self.layers, &candidates), now) {
+            (Ok(ring), Some(now)) => self.join(ring.iter().map(|member| member.peer).collect(), now),
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                let why = error.to_string();
+                if !matches!(&self.state, State::Waiting { why: said, retry: None } if *said == why) {
+                    self.wait(why, None);
+                }
+            }
+        }
+    }
+
+    fn join(&mut self, ring: Vec<PeerId>, now: Instant) {
+        self.view = View(self.view.0 + 1);
+        let neighbour = |at: Option<usize>| {
+            at.and_then(|at| ring.get(at)).and_then(|peer| self.members.get(peer)).map(Member::neighbour)
+        };
+        for (at, peer) in ring.iter().enumerate() {
+            let join = Join {
+                view: self.view,
+                predecessor: neighbour(at.checked_sub(1)),
+                successor: neighbour(at.checked_add(1)),
+            };
+            self.outputs.push_back(Output::Send { to: *peer, message: Control::Join(join) });
+        }
+        self.state = State::Joining { pending: ring.iter().copied().collect(), ring, until: now + JOIN_DEADLINE };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock;
+    use crate::ids::WireEncoding;
+
+    fn offer(range: &str, view: u64) -> Offer {
+        Offer {
+            range: range.parse().unwrap(),
+            device: "cpu".to_owned(),
+            draft_block: 0,
+            max_context: 64,
+            max_sessions: 1,
+            encodings: vec![WireEncoding::Fp8],
+            addresses: vec![format!("/memory/{range}")],
+            pid: 1,
+            view: View(view),
+        }
+    }
+
+    fn drain(ring: &mut Ring) -> Vec<Output> {
+        std::iter::from_fn(|| ring.poll_output()).collect()
+    }
+
+    fn joins(outputs: &[Output]) -> Vec<(PeerId, View, Option<PeerId>, Option<PeerId>)> {
+        outputs
+            .iter()
+            .filter_map(|output| match output {
+                Output::Send { to, message: Control::Join(join) } => Some((
+                    *to,
+                    join.view,
+                    join.predecessor.as_ref().map(|neighbour| neighbour.peer),
+                    join.successor.as_ref().map(|neighbour| neighbour.peer),
+                )),
+                Output::Send { .. } | Output::Broken { .. } | Output::Whole { .. } | Output::Waiting { .. } => None,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_ring_is_whole_when_every_member_has_joined() {
+        let now = clock::now();
+        let (a, b) = (PeerId::random(), PeerId::random());
+        let mut ring = Ring::new(7);
+        assert_eq!(
+            drain(&mut ring),
+            [Output::Waiting { why: "layers 0:7 are missing: start a stage for each".into() }]
+        );
+        ring.handle_offer(a, offer("0:3", 4), now);
+        assert_eq!(
+            drain(&mut ring),
+            [Output::Waiting { why: "layers 3:7 are missing: start a stage for each".into() }]
+        );
+        ring.handle_offer(b, offer("3:7", 0), now);
+        assert_eq!(joins(&drain(&mut ring)), [(a, View(5), None, Some(b)), (b, View(5), Some(a), None)]);
+        ring.handle_joined(a, View(5));
+        ring.handle_joined(b, View(4));
+        assert!(ring.whole().is_empty(), "a stale joined changes nothing");
+        ring.handle_joined(b, View(5));
+        assert_eq!(drain(&mut ring), [Output::Whole { view: View(5) }]);
+        assert_eq!(ring.whole().iter().map(|member| member.peer).collect::<Vec<_>>(), [a, b]);
+    }
+
+    #[test]
+    fn a_lost_member_breaks_the_ring_and_its_return_makes_a_new_view() {
+        let now = clock::now();
+        let (a, b) = (PeerId::random(), PeerId::random());
+        let mut ring = Ring::new(7);
+        ring.handle_offer(a, offer("0:3", 0), now);
+        ring.handle_offer(b, offer("3:7", 0), now);
+        ring.handle_joined(a, View(1));
+        ring.handle_joined(b, View(1));
+        drain(&mut ring);
+        ring.handle_gone(b, "reset", now);
+        let outputs = drain(&mut ring);
+        assert_eq!(outputs[0], Output::Broken { peer: b, range: "3:7".parse().unwrap(), why: "reset".to_owned() });
+        assert!(ring.missing().unwrap().contains("3:7"));
+        ring.handle_offer(b, offer("3:7", 0), now);
+        assert_eq!(joins(&drain(&mut ring)).len(), 2);
+        assert_eq!(ring.view(), View(2));
+    }
+
+    #[test]
+    fn a_refused_view_is_tried_again_above_the_refusers_view() {
+        let now = clock::now();
+        let a = PeerId::random();
+        let mut ring = Ring::new(7);
+        ring.handle_offer(a, offer("0:7", 0), now);
+        drain(&mut ring);
+        ring.handle_join_refused(a, View(1), View(8), "older", now);
+        let at = ring.poll_timeout().unwrap();
+        ring.handle_timeout(at);
+        assert_eq!(joins(&drain(&mut ring)), [(a, View(9), None, None)]);
+    }
+
+    #[test]
+    fn a_member_that_does_not_join_is_named() {
+        let now = clock::now();
+        let a = PeerId::random();
+        let mut ring = Ring::new(7);
+        ring.handle_offer(a, offer("0:7", 0), now);
+        let at = ring.poll_timeout().unwrap();
+        ring.handle_timeout(at);
+        assert!(ring.missing().unwrap().contains(&a.to_string()));
+    }
+}

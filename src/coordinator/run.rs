@@ -1,0 +1,463 @@
+//! The coordinator's loop: greets stages, keeps the ring whole, drives every session.
+//!
+//! One `select!` over the link, requests and timers; then the machines are drained. It owns all
+//! state; the API reads what it publishes.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use tokio::sync::{mpsc, watch};
+
+use crate::clock;
+use crate::config::{Admit, CoordinatorSettings};
+use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
+use crate::coordinator::job::{JobError, MemberStatus, ModelFacts, RingStatus};
+use crate::coordinator::ring::{Member, Output, Ring};
+use crate::coordinator::session::Session;
+use crate::ids::{SessionId, View};
+use crate::proto::codec::{self, Data};
+use crate::proto::control::{Control, Hello, Role};
+use crate::proto::greeter::{Greeter, Greeting};
+use crate::proto::liveness::{Liveness, LivenessConfig, LivenessOutput};
+use crate::transport::redial::{Redial, peer_of};
+use crate::transport::{Lane, Link, LinkError, LinkEvent, LinkEvents};
+
+/// Heartbeats missed before a stage is suspected.
+const SUSPECT_MISSES: u32 = 3;
+
+/// Pause between reports that the loop asks of every stage.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+
+/// Failed dials that wait for the loop.
+const DIALS_MAX: usize = 64;
+
+/// What a coordinator runs on.
+pub struct CoordinatorParts {
+    /// The way to stages.
+    pub link: Arc<dyn Link>,
+    /// What happens there.
+    pub events: LinkEvents,
+    /// The model served.
+    pub model: ModelFacts,
+    /// What the loop itself must know of the checkpoint.
+    pub shape: ModelShape,
+    /// Becomes `true` when the coordinator should end.
+    pub stop: watch::Receiver<bool>,
+}
+
+/// What the loop must know of a checkpoint.
+#[derive(Debug, Clone)]
+pub struct ModelShape {
+    /// Layers of the target model.
+    pub layers: u16,
+    /// Residual streams per position.
+    pub hc: usize,
+    /// Values per residual stream.
+    pub dim: usize,
+    /// A token that a probe round starts from.
+    pub probe_token: crate::ids::TokenId,
+    /// Digest, for the hello.
+    pub digest: [u8; 32],
+}
+
+/// Starts the loop as a task; the ring is whole some time later.
+pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordinator, tokio::task::JoinHandle<()>) {
+    let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
+    let shared = Arc::new(Shared {
+        status: Mutex::new(RingStatus {
+            coordinator: parts.link.local_peer().to_string(),
+            view: View(0),
+            ready: false,
+            missing: Some("starting".to_owned()),
+            last_round_ms: None,
+            members: Vec::new(),
+            sessions: 0,
+            in_flight: 0,
+            encoding: settings.encoding,
+        }),
+        last_round: Mutex::new(None),
+        in_flight: AtomicU32::new(0),
+        open: AtomicU32::new(0),
+        next_session: AtomicU64::new(1),
+        context: AtomicU32::new(0),
+        session_limit: AtomicU32::new(0),
+        draft_block: AtomicU32::new(0),
+    });
+    let handle = Coordinator {
+        shared: Arc::clone(&shared),
+        commands,
+        model: Arc::new(parts.model.clone()),
+        ready_for: settings.ready_for,
+    };
+    let (failed_dials, dials) = mpsc::channel(DIALS_MAX);
+    let now = clock::now();
+    let mut shell = Shell {
+        greeter: Greeter::new(Hello::ours(Role::Coordinator, parts.shape.digest)),
+        ring: Ring::new(parts.shape.layers),
+        liveness: BTreeMap::new(),
+        redials: settings.stages.iter().filter_map(|address| Redial::new(address.clone(), now)).collect(),
+        sessions: BTreeMap::new(),
+        failed_dials,
+        eos: parts.model.eos.iter().copied().collect(),
+        vocab: parts.model.vocab,
+        shape: parts.shape,
+        link: parts.link,
+        report_at: now,
+        probe_at: now,
+        nonce: 0,
+        shared,
+        settings,
+    };
+    let task = tokio::spawn(async move { shell.run(parts.events, inbox, dials, parts.stop).await });
+    (handle, task)
+}
+
+pub(super) struct Shell {
+    pub(super) link: Arc<dyn Link>,
+    pub(super) greeter: Greeter,
+    pub(super) ring: Ring,
+    pub(super) liveness: BTreeMap<PeerId, Liveness>,
+    redials: Vec<Redial>,
+    pub(super) sessions: BTreeMap<SessionId, Session>,
+    failed_dials: mpsc::Sender<(PeerId, LinkError)>,
+    pub(super) eos: std::collections::BTreeSet<crate::ids::TokenId>,
+    /// Ids at or above it are no token.
+    pub(super) vocab: u32,
+    pub(super) shape: ModelShape,
+    report_at: Instant,
+    pub(super) probe_at: Instant,
+    pub(super) nonce: u64,
+    pub(super) shared: Arc<Shared>,
+    pub(super) settings: CoordinatorSettings,
+}
+
+impl Shell {
+    async fn run(
+        &mut self,
+        mut events: LinkEvents,
+        mut inbox: mpsc::Receiver<Command>,
+        mut dials: mpsc::Receiver<(PeerId, LinkError)>,
+        mut stop: watch::Receiver<bool>,
+    ) {
+        loop {
+            let timer = self.poll_timeout();
+            tokio::select! {
+                event = events.recv() => match event {
+                    Some(event) => self.handle_link(event),
+                    None => break,
+                },
+                Some(command) = inbox.recv() => self.handle_command(command),
+                Some((peer, error)) = dials.recv() => self.handle_dial_failed(peer, &error),
+                () = tokio::time::sleep_until(timer.into()) => self.handle_timeout(),
+                _ = stop.wait_for(|stop| *stop) => break,
+            }
+            self.drain_ring();
+        }
+        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
+            self.fail(id, JobError::Shutdown);
+        }
+        self.link.shutdown().await;
+    }
+
+    fn poll_timeout(&self) -> Instant {
+        let machines = [self.greeter.poll_timeout(), self.ring.poll_timeout(), self.sessions_timeout()];
+        let liveness = self.liveness.values().filter_map(|liveness| liveness.poll_timeout().map(|(at, _)| at));
+        let redials = self.redials.iter().filter_map(Redial::poll_timeout);
+        let timers = machines.into_iter().flatten().chain(liveness).chain(redials);
+        timers.chain([self.report_at, self.probe_at]).min().unwrap_or(self.report_at)
+    }
+
+    fn handle_timeout(&mut self) {
+        let now = clock::now();
+        for peer in self.greeter.handle_timeout(now) {
+            self.link.disconnect(peer, "it connected and said no hello");
+        }
+        self.ring.handle_timeout(now);
+        self.dial(now);
+        self.handle_liveness(now);
+        self.handle_sessions_timeout(now);
+        if self.report_at <= now {
+            self.report_at = now + REPORT_EVERY;
+            let peers: Vec<PeerId> = self.ring.members().map(|member| member.peer).collect();
+            for peer in peers {
+                self.send(peer, &Control::Probe { nonce: 0 });
+            }
+            self.publish();
+        }
+        if self.probe_at <= now {
+            self.probe_at = now + self.settings.probe_every;
+            self.probe_ring(now);
+        }
+    }
+
+    fn dial(&mut self, now: Instant) {
+        for redial in &mut self.redials {
+            let Some(address) = redial.poll_dial(now) else { continue };
+            let (link, failed, peer) = (Arc::clone(&self.link), self.failed_dials.clone(), redial.peer());
+            tokio::spawn(async move {
+                if let Err(error) = link.dial(address).await {
+                    let _ = failed.send((peer, error)).await;
+                }
+            });
+        }
+    }
+
+    fn handle_dial_failed(&mut self, peer: PeerId, error: &LinkError) {
+        tracing::warn!(%peer, %error, "a stage can't be reached; dialling again");
+        self.redial_later(peer);
+    }
+
+    fn redial_later(&mut self, peer: PeerId) {
+        for redial in self.redials.iter_mut().filter(|redial| redial.peer() == peer) {
+            redial.handle_lost(clock::now());
+        }
+    }
+
+    fn handle_liveness(&mut self, now: Instant) {
+        let mut dead = Vec::new();
+        let mut beats = Vec::new();
+        for (peer, liveness) in &mut self.liveness {
+            liveness.handle_timeout(now);
+            while let Some(output) = liveness.poll_output() {
+                match output {
+                    LivenessOutput::SendHeartbeat { seq } => beats.push((*peer, seq)),
+                    LivenessOutput::Suspect { .. } => self.ring.handle_suspect(*peer, true),
+                    LivenessOutput::Alive => self.ring.handle_suspect(*peer, false),
+                    LivenessOutput::Dead { silent_for } => dead.push((*peer, silent_for)),
+                }
+            }
+        }
+        for (peer, seq) in beats {
+            self.send(peer, &Control::Heartbeat { seq });
+        }
+        for (peer, silent_for) in dead {
+            let why = format!("no sign of life for {} ms", silent_for.as_millis());
+            self.link.disconnect(peer, &why);
+            self.handle_gone(peer, &why);
+        }
+    }
+
+    fn handle_link(&mut self, event: LinkEvent) {
+        match event {
+            LinkEvent::Connected { peer, .. } => {
+                let hello = self.greeter.handle_connected(peer, clock::now());
+                self.send(peer, &hello);
+            }
+            LinkEvent::Disconnected { peer, reason } => self.handle_gone(peer, &reason),
+            LinkEvent::Received { peer, lane, body } => {
+                if let Some(liveness) = self.liveness.get_mut(&peer) {
+                    liveness.handle_heard(clock::now());
+                }
+                match lane {
+                    Lane::Control => self.handle_control(peer, &body),
+                    Lane::Data => self.handle_data(peer, body),
+                }
+            }
+        }
+    }
+
+    fn handle_gone(&mut self, peer: PeerId, reason: &str) {
+        self.greeter.handle_disconnected(peer);
+        if self.liveness.remove(&peer).is_some() {
+            tracing::warn!(%peer, reason, "a stage is gone");
+        }
+        self.ring.handle_gone(peer, reason, clock::now());
+        self.redial_later(peer);
+        self.publish();
+    }
+
+    fn handle_control(&mut self, peer: PeerId, body: &Bytes) {
+        let message = match codec::decode_control(body) {
+            Ok(message) => message,
+            Err(error) => return self.refuse(peer, error.to_string()),
+        };
+        match self.greeter.handle_control(peer, message) {
+            Greeting::Up(hello) => self.handle_greeted(peer, &hello),
+            Greeting::Pass(message) => self.handle_message(peer, message),
+            Greeting::Refuse { reason } => self.refuse(peer, reason),
+            Greeting::RefusedBy { reason } => {
+                tracing::error!(%peer, %reason, "a stage refuses this coordinator");
+                self.link.disconnect(peer, &reason);
+            }
+            Greeting::Ignore => {}
+        }
+    }
+
+    fn handle_greeted(&mut self, peer: PeerId, hello: &Hello) {
+        let dialled = self.settings.stages.iter().any(|address| peer_of(address) == Some(peer));
+        let admitted = match &self.settings.admit {
+            Admit::Anyone => true,
+            Admit::Peers(peers) => dialled || peers.contains(&peer),
+        };
+        match hello.role {
+            Role::Stage if admitted => {
+                let config = LivenessConfig {
+                    interval: self.settings.heartbeat,
+                    suspect_misses: SUSPECT_MISSES,
+                    dead_after: self.settings.dead_after,
+                };
+                self.liveness.insert(peer, Liveness::new(config, clock::now()));
+            }
+            Role::Stage => {
+                let ours = self.link.local_peer();
+                let reason = format!(
+                    "coordinator {ours} does not admit {peer}: its operator must start it with --allow {peer} (or --open)"
+                );
+                self.refuse(peer, reason);
+            }
+            Role::Coordinator => self.refuse(peer, "expected a stage, a coordinator came".to_owned()),
+        }
+    }
+
+    fn handle_message(&mut self, peer: PeerId, message: Control) {
+        let now = clock::now();
+        match message {
+            Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
+            Control::HeartbeatAck { seq } => {
+                if let Some(liveness) = self.liveness.get_mut(&peer) {
+                    liveness.handle_ack(seq, now);
+                }
+            }
+            Control::Offer(offer) => {
+                if !self.liveness.contains_key(&peer) {
+                    return;
+                }
+                tracing::info!(%peer, range = %offer.range, device = %offer.device, "a stage offers itself");
+                for redial in self.redials.iter_mut().filter(|redial| redial.peer() == peer) {
+                    redial.handle_accepted();
+                }
+                self.ring.handle_offer(peer, offer, now);
+            }
+            Control::Joined { view } => self.ring.handle_joined(peer, view),
+            Control::JoinRefused { view, current, reason } => {
+                self.ring.handle_join_refused(peer, view, current, &reason, now);
+            }
+            Control::NeighbourLost { view, peer: lost, reason } => {
+                if lost != self.link.local_peer() {
+                    self.ring.handle_neighbour_lost(view, lost, &reason, now);
+                }
+            }
+            Control::Draining => {
+                tracing::info!(%peer, "a stage is draining");
+                self.ring.handle_draining(peer);
+                self.publish();
+            }
+            Control::Report { nonce, report } => {
+                self.handle_report(peer, nonce, &report);
+                self.ring.handle_report(peer, report);
+            }
+            Control::Opened { .. } => {}
+            Control::Failed { view, session, reason } => self.handle_failed(peer, view, session, reason),
+            Control::Closed { report } => self.handle_closed(peer, report),
+            Control::Hello(_)
+            | Control::Refused { .. }
+            | Control::Join(_)
+            | Control::Open(_)
+            | Control::Close { .. }
+            | Control::Cancel { .. }
+            | Control::Probe { .. } => {
+                self.refuse(peer, "expected a stage's message, a coordinator's came".to_owned());
+            }
+        }
+    }
+
+    fn handle_data(&mut self, peer: PeerId, body: Bytes) {
+        let tail = self.ring.whole().last().map(|member| member.peer);
+        if tail != Some(peer) {
+            return tracing::debug!(%peer, "data of a peer that is not the tail is dropped");
+        }
+        match codec::decode_data(body) {
+            Ok(Data::Reply(reply)) => self.handle_reply(reply),
+            Ok(Data::Frame(_)) => self.refuse(peer, "expected a reply on the data lane, a frame came".to_owned()),
+            Err(error) => self.refuse(peer, error.to_string()),
+        }
+    }
+
+    fn refuse(&mut self, peer: PeerId, reason: String) {
+        tracing::warn!(%peer, %reason, "peer refused");
+        self.greeter.refuse(peer);
+        self.send(peer, &Control::Refused { reason: reason.clone() });
+        self.link.disconnect(peer, &reason);
+    }
+
+    pub(super) fn send(&self, peer: PeerId, message: &Control) {
+        match codec::encode_control(message) {
+            Ok(body) => {
+                if let Err(error) = self.link.try_send(peer, Lane::Control, body) {
+                    tracing::warn!(%peer, %error, "a control message can't be sent");
+                }
+            }
+            Err(error) => tracing::error!(%peer, %error, "a control message can't be written"),
+        }
+    }
+
+    fn drain_ring(&mut self) {
+        while let Some(output) = self.ring.poll_output() {
+            match output {
+                Output::Send { to, message } => self.send(to, &message),
+                Output::Broken { peer, range, why } => {
+                    tracing::warn!(%peer, %range, why, "the ring is broken");
+                    self.handle_broken(peer, range, &why);
+                    self.publish();
+                }
+                Output::Whole { view } => {
+                    tracing::info!(%view, "the ring is whole");
+                    self.publish();
+                    self.probe_at = clock::now() + self.settings.probe_every;
+                    self.probe_ring(clock::now());
+                }
+                Output::Waiting { why } => {
+                    tracing::info!(why, "waiting");
+                    self.publish();
+                }
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let whole = self.ring.whole();
+        let context = whole.iter().map(|member| member.offer.max_context).min().unwrap_or(0);
+        let sessions = whole.iter().map(|member| member.offer.max_sessions).min().unwrap_or(0);
+        let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
+        self.shared.context.store(context, Ordering::Relaxed);
+        self.shared.session_limit.store(sessions.min(self.settings.max_sessions), Ordering::Relaxed);
+        self.shared.draft_block.store(draft_block, Ordering::Relaxed);
+        let in_ring: Vec<PeerId> = whole.iter().map(|member| member.peer).collect();
+        let outside = self.ring.members().filter(|member| !in_ring.contains(&member.peer));
+        let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.view = self.ring.view();
+        status.missing = self.ring.missing();
+        status.members = whole.iter().map(|member| member_status(member, true)).collect();
+        status.members.extend(outside.map(|member| member_status(member, false)));
+    }
+
+    /// A token went round.
+    pub(super) fn went_round(&self, now: Instant) {
+        *self.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+    }
+
+    /// The ring has to prove itself anew.
+    pub(super) fn forget_round(&self) {
+        *self.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+fn member_status(member: &Member, in_ring: bool) -> MemberStatus {
+    let report = member.report.as_ref();
+    let local = member.offer.addresses.iter().any(|address| address.contains("/127.0.0.1/"));
+    MemberStatus {
+        peer: member.peer.to_string(),
+        range: member.offer.range.to_string(),
+        device: member.offer.device.clone(),
+        pid: local.then_some(member.offer.pid),
+        in_ring,
+        alive: !member.suspect,
+        service_us: report.map_or(0, |report| report.service_us),
+        passes: report.map_or(0, |report| report.passes),
+        draft_block: member.offer.draft_block,
+    }
+}

@@ -1,0 +1,313 @@
+//! Whom a stage obeys and which view it is in: pure.
+//!
+//! Owns the view (which never falls), the coordinator obeyed, and the two neighbours that the view
+//! names. Frames are accepted in the current view from the named predecessor only.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use libp2p::PeerId;
+
+use crate::ids::View;
+use crate::proto::control::{Control, Join, Role};
+
+/// Whom a stage lets coordinate it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obey {
+    /// These peers; none of them: nobody.
+    Peers(BTreeSet<PeerId>),
+    /// Whoever comes with a higher view.
+    Anyone,
+}
+
+impl Obey {
+    /// Whether this peer may coordinate.
+    #[must_use]
+    pub fn allows(&self, peer: PeerId) -> bool {
+        match self {
+            Self::Peers(peers) => peers.contains(&peer),
+            Self::Anyone => true,
+        }
+    }
+}
+
+/// Where frames come from and go to in a view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// The view.
+    pub view: View,
+    /// Who coordinates.
+    pub coordinator: PeerId,
+    /// Who sends frames: a stage, or at the head the coordinator.
+    pub predecessor: PeerId,
+    /// Who gets frames; at the tail `None`, and the coordinator gets replies.
+    pub successor: Option<PeerId>,
+}
+
+/// What the shell is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Output {
+    /// Send a control message.
+    Send {
+        /// To whom.
+        to: PeerId,
+        /// What.
+        message: Control,
+    },
+    /// Send this stage's offer; the shell fills it in.
+    Offer {
+        /// To whom.
+        to: PeerId,
+    },
+    /// Tell a peer why it is not obeyed, and disconnect it.
+    Refuse {
+        /// Whom.
+        peer: PeerId,
+        /// Why, and what to change.
+        reason: String,
+    },
+    /// Connect to the successor.
+    Dial {
+        /// Whom.
+        peer: PeerId,
+        /// Where, best first.
+        addresses: Vec<String>,
+    },
+    /// Frees every session and takes this route (`None`: outside any ring).
+    Route(Option<Route>),
+}
+
+#[derive(Debug)]
+struct Joining {
+    route: Route,
+    waiting_for: PeerId,
+}
+
+/// A stage's place.
+#[derive(Debug)]
+pub struct Membership {
+    obey: Obey,
+    view: View,
+    greeted: BTreeSet<PeerId>,
+    route: Option<Route>,
+    joining: Option<Joining>,
+    outputs: VecDeque<Output>,
+}
+
+impl Membership {
+    /// A stage outside any ring.
+    #[must_use]
+    pub fn new(obey: Obey) -> Self {
+        Self { obey, view: View(0), greeted: BTreeSet::new(), route: None, joining: None, outputs: VecDeque::new() }
+    }
+
+    /// The highest view obeyed.
+    #[must_use]
+    pub fn view(&self) -> View {
+        self.view
+    }
+
+    /// The route in force.
+    #[must_use]
+    pub fn route(&self) -> Option<Route> {
+        self.route
+    }
+
+    /// Whether this peer may coordinate this stage.
+    #[must_use]
+    pub fn allows(&self, peer: PeerId) -> bool {
+        self.obey.allows(peer)
+    }
+
+    /// Whether a control message of this peer, other than a join, is obeyed.
+    #[must_use]
+    pub fn obeys(&self, peer: PeerId) -> bool {
+        self.route.or(self.joining.as_ref().map(|joining| joining.route)).is_some_and(|route| route.coordinator == peer)
+    }
+
+    /// Whether frames of `view` are accepted from `peer`.
+    #[must_use]
+    pub fn accepts(&self, peer: PeerId, view: View) -> bool {
+        self.route.is_some_and(|route| route.view == view && route.predecessor == peer)
+    }
+
+    /// What to do next.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// A peer has greeted.
+    pub fn handle_greeted(&mut self, peer: PeerId, role: Role) {
+        self.greeted.insert(peer);
+        match role {
+            Role::Coordinator if self.obey.allows(peer) => self.outputs.push_back(Output::Offer { to: peer }),
+            Role::Coordinator => {
+                let reason = format!(
+                    "this stage does not obey {peer}: its volunteer must start it with --allow {peer} (or --coordinator, or --open)"
+                );
+                self.outputs.push_back(Output::Refuse { peer, reason });
+            }
+            Role::Stage => {}
+        }
+        self.finish_joining();
+    }
+
+    /// A greeted peer is gone.
+    pub fn handle_gone(&mut self, peer: PeerId, reason: &str) {
+        self.greeted.remove(&peer);
+        if self.joining.as_ref().is_some_and(|joining| joining.route.coordinator == peer) {
+            self.joining = None;
+        }
+        let Some(route) = self.route else { return };
+        if route.coordinator == peer {
+            self.route = None;
+            self.outputs.push_back(Output::Route(None));
+        } else if route.predecessor == peer || route.successor == Some(peer) {
+            let message = Control::NeighbourLost { view: route.view, peer, reason: reason.to_owned() };
+            self.outputs.push_back(Output::Send { to: route.coordinator, message });
+        }
+    }
+
+    /// A join came.
+    pub fn handle_join(&mut self, from: PeerId, join: &Join) {
+        if !self.obey.allows(from) {
+            return self.refuse_join(from, join.view, format!("this stage does not obey {from}"));
+        }
+        if join.view <= self.view {
+            let reason = format!("view {} is not above view {}, which this stage obeys", join.view, self.view);
+            return self.refuse_join(from, join.view, reason);
+        }
+        self.view = join.view;
+        self.route = None;
+        self.outputs.push_back(Output::Route(None));
+        let route = Route {
+            view: join.view,
+            coordinator: from,
+            predecessor: join.predecessor.as_ref().map_or(from, |neighbour| neighbour.peer),
+            successor: join.successor.as_ref().map(|neighbour| neighbour.peer),
+        };
+        let waiting_for = route.successor.unwrap_or(from);
+        self.joining = Some(Joining { route, waiting_for });
+        if let Some(successor) = &join.successor
+            && !self.greeted.contains(&successor.peer)
+        {
+            self.outputs.push_back(Output::Dial { peer: successor.peer, addresses: successor.addresses.clone() });
+        }
+        self.finish_joining();
+    }
+
+    /// The successor can't be reached.
+    pub fn handle_dial_failed(&mut self, peer: PeerId, reason: &str) {
+        let Some(joining) = self.joining.take_if(|joining| joining.waiting_for == peer) else { return };
+        self.refuse_join(joining.route.coordinator, joining.route.view, format!("successor {peer}: {reason}"));
+    }
+
+    fn refuse_join(&mut self, to: PeerId, view: View, reason: String) {
+        let message = Control::JoinRefused { view, current: self.view, reason };
+        self.outputs.push_back(Output::Send { to, message });
+    }
+
+    fn finish_joining(&mut self) {
+        let greeted = &self.greeted;
+        let Some(joining) = self.joining.take_if(|joining| greeted.contains(&joining.waiting_for)) else { return };
+        self.route = Some(joining.route);
+        self.outputs.push_back(Output::Route(Some(joining.route)));
+        let message = Control::Joined { view: joining.route.view };
+        self.outputs.push_back(Output::Send { to: joining.route.coordinator, message });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::control::Neighbour;
+
+    fn drain(membership: &mut Membership) -> Vec<Output> {
+        std::iter::from_fn(|| membership.poll_output()).collect()
+    }
+
+    fn join(view: u64, successor: Option<PeerId>) -> Join {
+        let successor = successor.map(|peer| Neighbour { peer, addresses: vec!["/memory/1".to_owned()] });
+        Join { view: View(view), predecessor: None, successor }
+    }
+
+    fn obeying(peer: PeerId) -> Membership {
+        let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer])));
+        membership.handle_greeted(peer, Role::Coordinator);
+        assert_eq!(drain(&mut membership), [Output::Offer { to: peer }]);
+        membership
+    }
+
+    #[test]
+    fn a_join_is_done_when_the_successor_has_greeted() {
+        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let mut membership = obeying(coordinator);
+        membership.handle_join(coordinator, &join(3, Some(successor)));
+        let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
+        assert_eq!(drain(&mut membership), [Output::Route(None), dial]);
+        assert!(!membership.accepts(coordinator, View(3)), "frames wait for the join");
+        membership.handle_greeted(successor, Role::Stage);
+        let route = Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
+        let joined = Output::Send { to: coordinator, message: Control::Joined { view: View(3) } };
+        assert_eq!(drain(&mut membership), [Output::Route(Some(route)), joined]);
+        assert!(membership.accepts(coordinator, View(3)));
+        assert!(!membership.accepts(successor, View(3)), "only the predecessor sends frames");
+        assert!(!membership.accepts(coordinator, View(2)), "an older view is refused");
+    }
+
+    #[test]
+    fn the_view_never_falls() {
+        let coordinator = PeerId::random();
+        let mut membership = obeying(coordinator);
+        membership.handle_join(coordinator, &join(3, None));
+        drain(&mut membership);
+        for view in [0, 2, 3] {
+            membership.handle_join(coordinator, &join(view, None));
+            let outputs = drain(&mut membership);
+            assert!(
+                matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { current: View(3), .. }, .. }]),
+                "{outputs:?}"
+            );
+        }
+        assert_eq!(membership.view(), View(3));
+    }
+
+    #[test]
+    fn nobody_else_is_obeyed() {
+        let (coordinator, other) = (PeerId::random(), PeerId::random());
+        let mut membership = obeying(coordinator);
+        membership.handle_greeted(other, Role::Coordinator);
+        assert!(matches!(&drain(&mut membership)[..], [Output::Refuse { peer, .. }] if *peer == other));
+        membership.handle_join(other, &join(9, None));
+        let outputs = drain(&mut membership);
+        assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { .. }, .. }]));
+        assert_eq!(membership.view(), View(0));
+    }
+
+    #[test]
+    fn a_lost_neighbour_is_reported_and_a_lost_coordinator_ends_the_view() {
+        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let mut membership = obeying(coordinator);
+        membership.handle_greeted(successor, Role::Stage);
+        membership.handle_join(coordinator, &join(1, Some(successor)));
+        drain(&mut membership);
+        membership.handle_gone(successor, "reset");
+        let lost = Control::NeighbourLost { view: View(1), peer: successor, reason: "reset".to_owned() };
+        assert_eq!(drain(&mut membership), [Output::Send { to: coordinator, message: lost }]);
+        membership.handle_gone(coordinator, "reset");
+        assert_eq!(drain(&mut membership), [Output::Route(None)]);
+        assert!(!membership.obeys(coordinator));
+    }
+
+    #[test]
+    fn an_unreachable_successor_refuses_the_join() {
+        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let mut membership = obeying(coordinator);
+        membership.handle_join(coordinator, &join(1, Some(successor)));
+        drain(&mut membership);
+        membership.handle_dial_failed(successor, "no route");
+        let outputs = drain(&mut membership);
+        assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { view: View(1), .. }, .. }]));
+        membership.handle_greeted(successor, Role::Stage);
+        assert_eq!(drain(&mut membership), []);
+    }
+}

@@ -1,0 +1,148 @@
+//! One session on a stage: its fence, its place in the engine, and what a pass over it does.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use crate::engine::{EngineFacts, SessionShape};
+use crate::ids::{Epoch, Position, TokenId, View};
+use crate::node::counters::SessionCounters;
+use crate::node::tail::Tail;
+use crate::proto::control::Open;
+use crate::proto::fence::{Arrival, Fence, FenceConfig, FenceError, Forward, HELD_FRAMES_MAX};
+use crate::proto::frame::{Frame, FrameHead};
+
+/// How long a frame may wait for the one before it.
+const HOLD_FOR: Duration = Duration::from_secs(10);
+
+/// Positions of neighbouring decode frames that one pass takes at most.
+const MERGE_POSITIONS_MAX: usize = 16;
+
+/// What travels behind a frame's head.
+#[derive(Debug)]
+pub(crate) struct Body {
+    pub(crate) ids: Vec<TokenId>,
+    pub(crate) payload: Bytes,
+}
+
+/// Frames that one pass computes: consecutive positions of one epoch.
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    pub(crate) heads: Vec<FrameHead>,
+    pub(crate) ids: Vec<TokenId>,
+    pub(crate) payloads: Vec<Bytes>,
+}
+
+/// One session on a stage.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) open: Open,
+    pub(crate) counters: Arc<SessionCounters>,
+    pub(crate) tail: Option<Tail>,
+    fence: Fence<Body>,
+    /// Taken from the fence, but not part of the last work.
+    taken: Option<(FrameHead, Body)>,
+}
+
+impl Session {
+    pub(crate) fn new(open: Open, view: View, is_tail: bool, counters: Arc<SessionCounters>) -> Self {
+        let fence = Fence::new(FenceConfig {
+            session: open.session,
+            view,
+            prompt_len: open.prompt_len,
+            reach: open.reach,
+            end: Position(open.positions),
+            hold_for: HOLD_FOR,
+            held_max: HELD_FRAMES_MAX,
+        });
+        let tail = is_tail.then(|| Tail::new(open.clone()));
+        Self { open, counters, tail, fence, taken: None }
+    }
+
+    /// The shape that the engine is asked for.
+    pub(crate) fn shape(open: &Open, facts: &EngineFacts) -> SessionShape {
+        SessionShape {
+            positions: open.positions,
+            reach: open.reach,
+            boundaries: open.boundaries.clone(),
+            encoding: open.encoding,
+            drafting: open.draft_block > 0 && facts.is_tail(),
+        }
+    }
+
+    pub(crate) fn handle_frame(&mut self, frame: Frame, now: Instant) -> Result<Arrival, FenceError> {
+        let body = Body { ids: frame.ids, payload: frame.payload };
+        let arrival = self.fence.handle_frame(frame.head, body, now);
+        self.counters.publish(&self.fence);
+        arrival
+    }
+
+    pub(crate) fn handle_cancel(&mut self, below: Epoch) {
+        self.fence.handle_cancel(below);
+        self.taken.take_if(|(head, _)| head.epoch < below);
+        self.counters.publish(&self.fence);
+    }
+
+    pub(crate) fn poll_timeout(&self) -> Option<Instant> {
+        self.fence.poll_timeout().map(|(at, _)| at)
+    }
+
+    pub(crate) fn handle_timeout(&mut self, now: Instant) -> Result<(), FenceError> {
+        self.fence.handle_timeout(now)
+    }
+
+    /// The next frames to compute together, or nothing: one prompt chunk, or neighbouring decode
+    /// frames that have queued up.
+    pub(crate) fn poll_work(&mut self) -> Option<Work> {
+        let (head, body) = self.take()?;
+        let mut work = Work::default();
+        let decode = |head: &FrameHead| head.pos.0 >= self.open.prompt_len;
+        let merges = decode(&head);
+        let (mut next, epoch) = (head.pos.plus(head.len), head.epoch);
+        work.push(head, body);
+        while merges && work.ids.len() < MERGE_POSITIONS_MAX {
+            let Some((head, body)) = self.take() else { break };
+            if head.epoch != epoch || head.pos != next {
+                self.taken = Some((head, body));
+                break;
+            }
+            next = head.pos.plus(head.len);
+            work.push(head, body);
+        }
+        Some(work)
+    }
+
+    fn take(&mut self) -> Option<(FrameHead, Body)> {
+        let epoch = self.fence.epoch();
+        self.taken.take().filter(|(head, _)| head.epoch == epoch).or_else(|| self.fence.poll_compute())
+    }
+
+    /// A frame was computed: whether its result is sent on.
+    pub(crate) fn handle_computed(&mut self, head: &FrameHead) -> bool {
+        let forward = self.fence.handle_computed(head);
+        self.counters.publish(&self.fence);
+        match forward {
+            Forward::Yes => true,
+            Forward::No => false,
+        }
+    }
+}
+
+impl Work {
+    fn push(&mut self, head: FrameHead, body: Body) {
+        self.heads.push(head);
+        self.ids.extend_from_slice(&body.ids);
+        self.payloads.push(body.payload);
+    }
+
+    /// First position.
+    pub(crate) fn pos(&self) -> Position {
+        self.heads.first().map_or(Position(0), |head| head.pos)
+    }
+
+    /// First position that wants logits at the tail.
+    pub(crate) fn logits_from(&self) -> Position {
+        self.heads.iter().map(|head| head.answer_from.max(head.pos)).min().unwrap_or(Position(u32::MAX))
+    }
+}

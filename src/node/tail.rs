@@ -1,0 +1,133 @@
+//! What the tail adds to a session: the model's tokens, scores and draft blocks.
+//!
+//! Owns which positions are true and the logits row that scores the next fed token.
+
+use crate::engine::sample::{LogSoftmax, Sampler};
+use crate::engine::{Engine, EngineError};
+use crate::ids::{Position, SessionId, TokenId};
+use crate::proto::control::Open;
+use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
+use crate::proto::frontier::{Frontier, FrontierError};
+
+/// Why the tail fails a session.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TailError {
+    /// The engine can't draft.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The fence let something through that it must not.
+    #[error(transparent)]
+    Frontier(#[from] FrontierError),
+}
+
+/// One session at the tail.
+#[derive(Debug)]
+pub(crate) struct Tail {
+    open: Open,
+    frontier: Frontier,
+    sampler: Sampler,
+    /// Logits of the last answered position, kept only where scores are wanted.
+    last_row: Vec<f32>,
+    last: Option<(Position, LogSoftmax)>,
+}
+
+impl Tail {
+    pub(crate) fn new(open: Open) -> Self {
+        Self {
+            frontier: Frontier::new(open.prompt_len, open.reach),
+            open,
+            sampler: Sampler::new(),
+            last_row: Vec::new(),
+            last: None,
+        }
+    }
+
+    /// Answers frames that were computed together: consecutive positions of one epoch, their ids
+    /// in one run, logits `[rows, vocab]` of the positions at or above `logits_from`.
+    ///
+    /// A draft is made once, off the last position with a true history: the blocks of the true
+    /// positions before it could only repeat what is in flight.
+    pub(crate) fn answer(
+        &mut self,
+        engine: &mut dyn Engine,
+        heads: &[FrameHead],
+        ids: &[TokenId],
+        logits: &[f32],
+    ) -> Result<Vec<Reply>, TailError> {
+        let session = self.open.session;
+        let vocab = engine.facts().vocab;
+        let mut replies = Vec::with_capacity(heads.len());
+        let mut rows = logits.chunks_exact(vocab);
+        let mut offset = 0;
+        let mut anchor = None;
+        for (at, head) in heads.iter().enumerate() {
+            let ids = &ids[offset..offset + head.len as usize];
+            offset += ids.len();
+            let mut answers = Vec::new();
+            for (pos, id) in (head.pos.0..).map(Position).zip(ids) {
+                let fed = self.fed_score(pos, *id);
+                if pos < head.answer_from {
+                    continue;
+                }
+                let Some(row) = rows.next() else { continue };
+                answers.push(self.answer_row(pos, fed, row));
+            }
+            let tokens: Vec<TokenId> = answers.iter().map(|answer| answer.token).collect();
+            let fed = self.frontier.handle_fed(head.pos, ids, &tokens)?;
+            if let (true, Some(token)) = (fed.may_draft(), tokens.last()) {
+                anchor = Some((at, head.pos.plus(head.len.saturating_sub(1)), *token));
+            }
+            replies.push(Reply {
+                view: head.view,
+                session,
+                epoch: head.epoch,
+                pos: head.pos,
+                len: head.len,
+                answers,
+                draft: None,
+            });
+        }
+        if let Some((at, pos, token)) = anchor {
+            replies[at].draft = self.draft(engine, pos, token, session)?;
+        }
+        Ok(replies)
+    }
+
+    fn answer_row(&mut self, pos: Position, fed: Option<f32>, row: &[f32]) -> Answer {
+        let token = self.sampler.pick(row, &self.open.sampling, pos.plus(1));
+        let scores = self.open.want.scores.map(|top| {
+            let softmax = self.sampler.log_softmax(row);
+            let top = self.sampler.top(row, &softmax, top as usize);
+            self.last_row.clear();
+            self.last_row.extend_from_slice(row);
+            self.last = Some((pos, softmax));
+            Scores { fed, top }
+        });
+        Answer { token, scores }
+    }
+
+    /// Log-probability of the token fed at `pos`, where the row before it is known.
+    fn fed_score(&self, pos: Position, id: TokenId) -> Option<f32> {
+        let (_, softmax) = self.last.as_ref().filter(|(last, _)| last.plus(1) == pos)?;
+        Some(softmax.of(&self.last_row, id))
+    }
+
+    fn draft(
+        &self,
+        engine: &mut dyn Engine,
+        pos: Position,
+        anchor: TokenId,
+        session: SessionId,
+    ) -> Result<Option<DraftBlock>, EngineError> {
+        // The token drafted first would stand at pos + 2; past the end there is nothing to draft.
+        let room = self.open.positions.saturating_sub(pos.0.saturating_add(2));
+        if self.open.draft_block == 0 || room == 0 {
+            return Ok(None);
+        }
+        let mut drafts = engine.draft(session, pos, anchor)?;
+        let keep = self.open.draft_block.min(room) as usize;
+        drafts.tokens.truncate(keep);
+        drafts.confidence.truncate(keep);
+        Ok(Some(DraftBlock { tokens: drafts.tokens, confidence: drafts.confidence }))
+    }
+}

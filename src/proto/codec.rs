@@ -1,1 +1,0 @@
-//! Bytes of frames, replies and control messages.

@@ -1,1 +1,0 @@
-//! One session in the coordinator: streams truth and drafts, judges replies in position order.

@@ -1,1 +1,0 @@
-//! libp2p over QUIC: one swarm per process.

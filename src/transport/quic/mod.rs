@@ -1,0 +1,326 @@
+//! libp2p over QUIC: one swarm per process, driven by one task.
+//!
+//! Owns the link that real nodes use. A peer's name is proven by its key in the TLS handshake. One
+//! connection per peer carries two lanes per direction, each a QUIC stream of its own, so neither
+//! waits for the other; see [`registry`] for how both sides settle on the same connection.
+//!
+//! Bounds: a lane's send queue holds [`SEND_QUEUE_MAX`](super::SEND_QUEUE_MAX) bodies; a link's
+//! event queue is bounded in events and in bytes, and while it is full no peer is read. The
+//! sockets keep the system's default buffers; what overflows them is retransmitted.
+
+mod behaviour;
+mod connection;
+mod driver;
+mod handler;
+mod lane;
+mod registry;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use libp2p::core::Transport;
+use libp2p::core::muxing::StreamMuxerBox;
+use libp2p::identity::Keypair;
+use libp2p::{Multiaddr, PeerId, Swarm, quic, swarm};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::timeout;
+
+use self::behaviour::Behaviour;
+use self::connection::{Handle, Stop};
+use self::driver::{Command, Driver};
+use self::lane::Outgoing;
+use self::registry::{Attempt, Registry};
+use super::events::event_queue;
+use super::{Lane, Link, LinkError, LinkEvents, split_peer};
+
+/// Dials and shutdowns that wait for the driver.
+const COMMANDS_MAX: usize = 64;
+
+/// Bytes that a peer may send on one lane before the owner takes them.
+const STREAM_WINDOW: u32 = 8 << 20;
+
+/// Bytes that a peer may send on all lanes before the owner takes them: more than one lane may
+/// fill, so that control is never behind data.
+const CONNECTION_WINDOW: u32 = 16 << 20;
+
+/// Streams that a peer may hold open.
+const STREAMS_MAX: u32 = 8;
+
+/// How a QUIC link behaves.
+#[derive(Debug, Clone)]
+pub struct QuicSettings {
+    /// The node's key; its peer id is the node's name.
+    pub identity: Keypair,
+    /// Addresses to listen on, such as `/ip4/0.0.0.0/udp/0/quic-v1`; default
+    /// `/ip4/127.0.0.1/udp/0/quic-v1`. Empty: only dials.
+    pub listen: Vec<Multiaddr>,
+    /// How long a send waits for room in its queue; default 5 s. Larger hides a peer that doesn't
+    /// read for longer.
+    pub stall_deadline: Duration,
+    /// How long a dial, and the introduction of whoever dials in, may take; default 5 s. Larger
+    /// lets silent strangers hold a connection for longer.
+    pub dial_deadline: Duration,
+    /// After how long without a packet a connection is dead; default 10 s. Larger notices a dead
+    /// peer later, smaller takes a slow network for a dead one. The smaller of both sides' counts.
+    pub idle_timeout: Duration,
+    /// After how long without a packet one is sent to stay alive; default 1 s, below
+    /// `idle_timeout`. Larger risks that a lost packet ends a quiet connection.
+    pub keep_alive: Duration,
+    /// How long a closing connection may take to deliver what is queued; default 500 ms. Larger
+    /// makes [`Link::shutdown`] wait for peers that are dead.
+    pub close_grace: Duration,
+    /// Connections that may come in, settled or not; default 256. Larger costs up to some 20 MiB
+    /// each while they flood.
+    pub inbound_max: usize,
+}
+
+impl QuicSettings {
+    /// The defaults, on loopback.
+    #[must_use]
+    pub fn new(identity: Keypair) -> Self {
+        let listen = "/ip4/127.0.0.1/udp/0/quic-v1".parse().into_iter().collect();
+        Self {
+            identity,
+            listen,
+            stall_deadline: Duration::from_secs(5),
+            dial_deadline: Duration::from_secs(5),
+            idle_timeout: Duration::from_secs(10),
+            keep_alive: Duration::from_secs(1),
+            close_grace: Duration::from_millis(500),
+            inbound_max: 256,
+        }
+    }
+
+    fn check(&self) -> Result<(), StartError> {
+        let refuse = |name, value: String, why| Err(StartError::Setting { name, value, why });
+        if u32::try_from(self.idle_timeout.as_millis()).map_or(true, |ms| ms == 0) {
+            return refuse("idle_timeout", format!("{:?}", self.idle_timeout), "must be 1 ms to 49 days");
+        }
+        if self.keep_alive.is_zero() || self.keep_alive >= self.idle_timeout {
+            return refuse("keep_alive", format!("{:?}", self.keep_alive), "must be above 0 and below idle_timeout");
+        }
+        if self.dial_deadline.is_zero() {
+            return refuse("dial_deadline", format!("{:?}", self.dial_deadline), "must be above 0");
+        }
+        Ok(())
+    }
+}
+
+/// Why a QUIC link could not start.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StartError {
+    /// An address can't be listened on.
+    #[error("cannot listen on {address}: {why} (expected something like /ip4/127.0.0.1/udp/0/quic-v1)")]
+    Listen {
+        /// The address.
+        address: Multiaddr,
+        /// What went wrong.
+        why: String,
+    },
+    /// A setting can't be honoured.
+    #[error("setting {name} = {value}: {why}")]
+    Setting {
+        /// The setting.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        why: &'static str,
+    },
+}
+
+/// What the link, its driver and its connections share.
+#[derive(Debug)]
+struct Shared {
+    local: PeerId,
+    settings: QuicSettings,
+    closed: watch::Sender<bool>,
+    registry: Mutex<Registry<Handle>>,
+    addresses: Mutex<Vec<Multiaddr>>,
+}
+
+impl Shared {
+    fn registry(&self) -> MutexGuard<'_, Registry<Handle>> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn addresses(&self) -> MutexGuard<'_, Vec<Multiaddr>> {
+        self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.closed.send_replace(true);
+    }
+
+    fn is_closed(&self) -> bool {
+        *self.closed.borrow()
+    }
+
+    async fn until_closed(&self) {
+        // The sender lives in `self`: this ends only when the link is closed.
+        let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
+    }
+
+    fn check_open(&self) -> Result<(), LinkError> {
+        if self.is_closed() { Err(LinkError::Closed) } else { Ok(()) }
+    }
+
+    fn queue(&self, peer: PeerId, lane: Lane) -> Result<mpsc::Sender<Outgoing>, LinkError> {
+        self.check_open()?;
+        let registry = self.registry();
+        let handle = registry.current(peer).ok_or(LinkError::NotConnected { peer })?;
+        Ok(match lane {
+            Lane::Control => handle.control.clone(),
+            Lane::Data => handle.data.clone(),
+        })
+    }
+}
+
+/// A link over libp2p and QUIC. Dropped without [`Link::shutdown`], it closes in the background.
+#[derive(Debug)]
+pub struct QuicLink {
+    shared: Arc<Shared>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl QuicLink {
+    /// Starts a link, listening, on the tokio runtime it is called in.
+    ///
+    /// # Errors
+    /// [`StartError`] where a setting can't be honoured or an address not listened on.
+    pub async fn start(settings: QuicSettings) -> Result<(Arc<dyn Link>, LinkEvents), StartError> {
+        settings.check()?;
+        let local = settings.identity.public().to_peer_id();
+        let transport = quic::tokio::Transport::new(quic_config(&settings))
+            .map(|(peer, connection), _| (peer, StreamMuxerBox::new(connection)))
+            .boxed();
+        let (events, receiver) = event_queue();
+        let listen = settings.listen.clone();
+        let shared = Arc::new(Shared {
+            local,
+            settings,
+            closed: watch::Sender::new(false),
+            registry: Mutex::new(Registry::new(local, rand::random())),
+            addresses: Mutex::default(),
+        });
+        let behaviour = Behaviour::new(Arc::clone(&shared), events);
+        let config = swarm::Config::with_tokio_executor().with_max_negotiating_inbound_streams(STREAMS_MAX as usize);
+        let (commands, command_queue) = mpsc::channel(COMMANDS_MAX);
+        let mut driver = Driver {
+            swarm: Swarm::new(transport, behaviour, local, config),
+            shared: Arc::clone(&shared),
+            commands: command_queue,
+            dials: BTreeMap::new(),
+        };
+        driver.listen(&listen).await?;
+        tokio::spawn(driver.run());
+        Ok((Arc::new(Self { shared, commands }), receiver))
+    }
+}
+
+fn quic_config(settings: &QuicSettings) -> quic::Config {
+    let mut config = quic::Config::new(&settings.identity);
+    config.handshake_timeout = settings.dial_deadline;
+    config.max_idle_timeout = u32::try_from(settings.idle_timeout.as_millis()).unwrap_or(u32::MAX);
+    config.keep_alive_interval = settings.keep_alive;
+    config.max_concurrent_stream_limit = STREAMS_MAX;
+    config.max_stream_data = STREAM_WINDOW;
+    config.max_connection_data = CONNECTION_WINDOW;
+    config
+}
+
+impl Link for QuicLink {
+    fn local_peer(&self) -> PeerId {
+        self.shared.local
+    }
+
+    fn addresses(&self) -> Vec<Multiaddr> {
+        self.shared.addresses().clone()
+    }
+
+    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<PeerId, LinkError>> {
+        async move {
+            self.shared.check_open()?;
+            let (rest, peer) = split_peer(&address)?;
+            let fail = |why: String| Err(LinkError::Dial { address: address.clone(), why });
+            if peer == self.shared.local {
+                return fail("this is the link's own address".to_owned());
+            }
+            let deadline = self.shared.settings.dial_deadline;
+            let reached = timeout(deadline, async {
+                // The place comes first: a dial that is registered must be made.
+                let place = self.commands.reserve().await.map_err(|_| LinkError::Closed)?;
+                let (waiter, outcome) = oneshot::channel();
+                let attempt = self.shared.registry().attempt(peer, waiter);
+                match attempt {
+                    Attempt::Start => place.send(Command::Dial { peer, address: rest }),
+                    Attempt::Wait => drop(place),
+                }
+                outcome.await.map_err(|_| LinkError::Closed)
+            });
+            match reached.await {
+                Ok(Ok(Ok(()))) => Ok(peer),
+                Ok(Ok(Err(why))) => {
+                    self.shared.check_open()?;
+                    fail(why)
+                }
+                Ok(Err(error)) => Err(error),
+                Err(_) => fail(format!("no answer within {} ms", deadline.as_millis())),
+            }
+        }
+        .boxed()
+    }
+
+    fn send(&self, peer: PeerId, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>> {
+        async move {
+            lane.check(&body)?;
+            let queue = self.shared.queue(peer, lane)?;
+            let body = match queue.try_send(Outgoing::Body(body)) {
+                Ok(()) => return Ok(()),
+                Err(mpsc::error::TrySendError::Closed(_)) => return Err(LinkError::NotConnected { peer }),
+                Err(mpsc::error::TrySendError::Full(body)) => body,
+            };
+            let deadline = self.shared.settings.stall_deadline;
+            match timeout(deadline, queue.send(body)).await {
+                Ok(sent) => sent.map_err(|_| LinkError::NotConnected { peer }),
+                Err(_) => {
+                    Err(LinkError::Stalled { peer, waited_ms: u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX) })
+                }
+            }
+        }
+        .boxed()
+    }
+
+    fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
+        lane.check(&body)?;
+        self.shared.queue(peer, lane)?.try_send(Outgoing::Body(body)).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => LinkError::Stalled { peer, waited_ms: 0 },
+            mpsc::error::TrySendError::Closed(_) => LinkError::NotConnected { peer },
+        })
+    }
+
+    fn disconnect(&self, peer: PeerId, reason: &str) {
+        let handle = self.shared.registry().take(peer);
+        if let Some(handle) = handle {
+            let stop = Stop { reason: reason.to_owned(), farewell: Some(reason.to_owned()) };
+            // A connection that ends by itself needs no reason.
+            let _ = handle.stop.send(stop);
+        }
+    }
+
+    fn shutdown(&self) -> BoxFuture<'_, ()> {
+        async move {
+            self.shared.close();
+            let (done, closed) = oneshot::channel();
+            if self.commands.send(Command::Shutdown { done }).await.is_ok() {
+                // A driver that is gone has closed everything.
+                let _ = closed.await;
+            }
+        }
+        .boxed()
+    }
+}

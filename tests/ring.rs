@@ -1,0 +1,16 @@
+//! The ring against one process: stages and coordinator as they are, over links in memory.
+//!
+//! Equal token ids for every cut of the layers, both encodings, drafted and plain, any number of
+//! frames in flight, greedy and sampled; clean ends inside a block; one session never touches
+//! another; a stage that dies is named, and the ring serves again once it is whole.
+
+#[path = "ring/ends.rs"]
+mod ends;
+#[path = "ring/equal.rs"]
+mod equal;
+#[path = "ring/faults.rs"]
+mod faults;
+#[path = "ring/rig.rs"]
+mod rig;
+#[path = "ring/scripted.rs"]
+mod scripted;

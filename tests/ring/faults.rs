@@ -1,0 +1,106 @@
+//! A stage dies: the session ends with an error that names it, and the ring serves again.
+
+use std::time::Duration;
+
+use ringfence::coordinator::job::{Event, Finish, JobError, Mode, Serve, SubmitError};
+
+use crate::rig::{Rig, collect, engine, prompt, quick, ranges, request, start_stage, tiny};
+
+fn names(error: &JobError, layers: &str) -> bool {
+    matches!(error, JobError::StageLost { range, .. } if range == layers)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_stage_is_named_and_its_return_makes_the_ring_whole() {
+    let (checkpoint, cut) = (tiny(), ranges("0:2 2:4 4:7"));
+    for lost in 0..cut.len() {
+        let rig = Rig::new(&cut, quick()).await;
+        let mut job = rig.coordinator.submit(request(&prompt(20), 900, Mode::Pipelined)).unwrap();
+        assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
+        rig.network.kill(rig.stages[lost].peer);
+        let mut last = None;
+        while let Some(event) = job.events.recv().await {
+            last = Some(event);
+        }
+        let Some(Event::Failed(error)) = last else { panic!("{last:?}") };
+        assert!(names(&error, &cut[lost].to_string()), "{error}");
+        let refused = rig.coordinator.submit(request(&prompt(5), 3, Mode::Pipelined));
+        assert!(matches!(refused, Err(SubmitError::NotReady { .. })), "{refused:?}");
+        assert!(!rig.coordinator.status().ready);
+        assert!(rig.coordinator.status().missing.unwrap().contains(&cut[lost].to_string()));
+        let stage = Box::new(engine(&checkpoint, cut[lost]));
+        let dial = Some(rig.coordinator_address.clone());
+        let stage = start_stage(&rig.network, rig.coordinator_peer, dial, stage, checkpoint.digest());
+        rig.ready().await;
+        assert_eq!(rig.run(request(&prompt(20), 30, Mode::Pipelined)).await.tokens.len(), 30);
+        let _ = stage.stop.send(true);
+        rig.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_stage_is_found_by_its_silence() {
+    let cut = ranges("0:2 2:4 4:7");
+    let rig = Rig::new(&cut, quick()).await;
+    let mut job = rig.coordinator.submit(request(&prompt(20), 900, Mode::Pipelined)).unwrap();
+    assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
+    let frozen = rig.stages[1].peer;
+    for other in [rig.coordinator_peer, rig.stages[0].peer, rig.stages[2].peer] {
+        rig.network.cut(frozen, other);
+        rig.network.cut(other, frozen);
+    }
+    let run = collect_rest(&mut job).await;
+    assert!(names(&run, "2:4"), "{run}");
+    for other in [rig.coordinator_peer, rig.stages[0].peer, rig.stages[2].peer] {
+        rig.network.heal(frozen, other);
+        rig.network.heal(other, frozen);
+    }
+    rig.ready().await;
+    assert_eq!(rig.run(request(&prompt(20), 12, Mode::Pipelined)).await.tokens.len(), 12);
+    rig.end().await;
+}
+
+async fn collect_rest(job: &mut ringfence::coordinator::job::Job) -> JobError {
+    let mut last = None;
+    while let Some(event) = tokio::time::timeout(Duration::from_secs(30), job.events.recv()).await.unwrap() {
+        last = Some(event);
+    }
+    match last {
+        Some(Event::Failed(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cut_edge_between_two_stages_is_localized() {
+    let cut = ranges("0:2 2:4 4:7");
+    let settings = ringfence::config::CoordinatorSettings { reply_deadline: Duration::from_millis(800), ..quick() };
+    let rig = Rig::new(&cut, settings).await;
+    let mut job = rig.coordinator.submit(request(&prompt(20), 900, Mode::Pipelined)).unwrap();
+    assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
+    rig.network.cut(rig.stages[0].peer, rig.stages[1].peer);
+    let error = collect_rest(&mut job).await;
+    assert!(names(&error, "2:4"), "{error}");
+    rig.network.heal(rig.stages[0].peer, rig.stages[1].peer);
+    rig.ready().await;
+    assert_eq!(rig.run(request(&prompt(20), 12, Mode::Pipelined)).await.tokens.len(), 12);
+    rig.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_draining_stage_finishes_what_is_open() {
+    let cut = ranges("0:2 2:4 4:7");
+    let mut rig = Rig::new(&cut, quick()).await;
+    let job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Pipelined)).unwrap();
+    rig.stages[1].stop.send(true).unwrap();
+    let run = collect(job).await;
+    assert_eq!((run.tokens.len(), run.finish()), (200, Finish::Length));
+    let drained = &mut rig.stages[1].task;
+    tokio::time::timeout(Duration::from_secs(20), drained).await.unwrap().unwrap().unwrap();
+    rig.until("the ring says what is missing", |rig| {
+        rig.coordinator.status().missing.is_some_and(|missing| missing.contains("2:4"))
+    })
+    .await;
+    rig.stages.remove(1);
+    rig.end().await;
+}

@@ -1,0 +1,112 @@
+//! What only the network in memory can do: delays, cuts, kills.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use libp2p::PeerId;
+use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
+use ringfence::transport::{Lane, LinkError};
+
+use super::nodes::{Node, join};
+
+const DELAY: Duration = Duration::from_millis(5);
+
+fn node(network: &MemoryNetwork) -> Node {
+    let (link, events) = network.link();
+    Node { link, events }
+}
+
+fn delayed() -> MemoryNetwork {
+    let dial_deadline = Duration::from_millis(100);
+    MemoryNetwork::with_settings(MemorySettings { delay: DELAY, dial_deadline, ..MemorySettings::default() })
+}
+
+#[tokio::test]
+async fn a_delay_delays_and_does_not_add_up() {
+    let network = delayed();
+    let (mut a, mut b) = (node(&network), node(&network));
+    join(&mut a, &mut b).await;
+    let started = ringfence::clock::now();
+    for n in 0..100_u8 {
+        a.link.send(b.peer(), Lane::Data, Bytes::from(vec![n])).await.unwrap();
+    }
+    for n in 0..100_u8 {
+        assert_eq!(b.expect_body(a.peer()).await, (Lane::Data, Bytes::from(vec![n])));
+    }
+    let took = started.elapsed();
+    assert!(took >= DELAY && took < DELAY * 50, "{took:?}");
+}
+
+#[tokio::test]
+async fn a_hop_can_have_a_delay_of_its_own() {
+    let network = delayed();
+    let (mut a, mut b) = (node(&network), node(&network));
+    join(&mut a, &mut b).await;
+    network.set_delay(a.peer(), b.peer(), Duration::from_millis(40));
+    let started = ringfence::clock::now();
+    b.link.send(a.peer(), Lane::Control, Bytes::new()).await.unwrap();
+    a.expect_body(b.peer()).await;
+    assert!(started.elapsed() >= Duration::from_millis(40));
+}
+
+#[tokio::test]
+async fn a_cut_drops_silently_until_it_is_healed() {
+    let network = delayed();
+    let (mut a, mut b, c) = (node(&network), node(&network), node(&network));
+    join(&mut a, &mut b).await;
+    a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"lost under way")).await.unwrap();
+    network.cut(a.peer(), b.peer());
+    a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"lost")).await.unwrap();
+    // The way takes as long as a dial's half: by the end of this one, everything would be there.
+    assert!(a.link.dial(c.address()).await.is_ok());
+    network.heal(b.peer(), a.peer());
+    a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"found")).await.unwrap();
+    assert_eq!(b.expect_body(a.peer()).await, (Lane::Data, Bytes::from_static(b"found")));
+}
+
+#[tokio::test]
+async fn a_cut_hides_an_end_and_stops_a_dial() {
+    let network = delayed();
+    let (mut a, mut b) = (node(&network), node(&network));
+    join(&mut a, &mut b).await;
+    network.cut(a.peer(), b.peer());
+    a.link.disconnect(b.peer(), "no answer");
+    a.expect_disconnected(b.peer()).await;
+    match a.link.dial(b.address()).await {
+        Err(LinkError::Dial { why, .. }) => assert!(why.contains("100 ms"), "{why}"),
+        other => panic!("expected a time-out, got {other:?}"),
+    }
+    b.expect_quiet();
+    network.heal(a.peer(), b.peer());
+    b.expect_disconnected(a.peer()).await;
+    join(&mut a, &mut b).await;
+}
+
+#[tokio::test]
+async fn a_killed_link_is_gone_and_may_start_again() {
+    let network = delayed();
+    let (mut a, mut b) = (node(&network), node(&network));
+    join(&mut a, &mut b).await;
+    let peer = b.peer();
+    network.kill(peer);
+    let reason = a.expect_disconnected(peer).await;
+    assert!(reason.contains("killed"), "{reason}");
+    assert_eq!(b.link.send(a.peer(), Lane::Data, Bytes::new()).await, Err(LinkError::Closed));
+    let (link, events) = network.link_as(peer);
+    let mut again = Node { link, events };
+    join(&mut a, &mut again).await;
+    drop(b);
+    a.link.send(peer, Lane::Data, Bytes::from_static(b"x")).await.unwrap();
+    again.expect_body(a.peer()).await;
+}
+
+#[tokio::test]
+async fn a_stranger_at_an_address_is_named() {
+    let network = MemoryNetwork::new();
+    let a = node(&network);
+    let nobody = format!("/memory/99/p2p/{}", PeerId::random()).parse().unwrap();
+    match a.link.dial(nobody).await {
+        Err(LinkError::Dial { why, .. }) => assert!(why.contains("nobody listens"), "{why}"),
+        other => panic!("expected a refusal, got {other:?}"),
+    }
+}

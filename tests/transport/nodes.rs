@@ -1,0 +1,139 @@
+//! Links to test with: a network of either kind, and waiting with a deadline.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use libp2p::identity::Keypair;
+use libp2p::{Multiaddr, PeerId};
+use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
+use ringfence::transport::quic::{QuicLink, QuicSettings};
+use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
+
+/// Longest wait of a test for anything.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a send may stall in these tests.
+pub(crate) const STALL: Duration = Duration::from_millis(250);
+
+/// How long a dial may take in these tests.
+pub(crate) const DIAL: Duration = Duration::from_secs(2);
+
+/// A kind of network to make links in.
+pub(crate) enum Network {
+    Memory(MemoryNetwork),
+    Quic,
+}
+
+/// A link and what happens on it.
+pub(crate) struct Node {
+    pub(crate) link: Arc<dyn Link>,
+    pub(crate) events: LinkEvents,
+}
+
+impl Network {
+    pub(crate) fn memory() -> Self {
+        Self::Memory(MemoryNetwork::with_settings(MemorySettings {
+            stall_deadline: STALL,
+            dial_deadline: DIAL,
+            ..MemorySettings::default()
+        }))
+    }
+
+    pub(crate) async fn node(&self) -> Node {
+        match self {
+            Self::Memory(network) => {
+                let (link, events) = network.link();
+                Node { link, events }
+            }
+            Self::Quic => quic_node(quic_settings()).await,
+        }
+    }
+
+    /// Two nodes, connected, both told so.
+    pub(crate) async fn pair(&self) -> (Node, Node) {
+        let (mut a, mut b) = (self.node().await, self.node().await);
+        join(&mut a, &mut b).await;
+        (a, b)
+    }
+}
+
+/// Settings of the QUIC links in these tests.
+pub(crate) fn quic_settings() -> QuicSettings {
+    QuicSettings { stall_deadline: STALL, dial_deadline: DIAL, ..QuicSettings::new(Keypair::generate_ed25519()) }
+}
+
+/// A QUIC link on loopback.
+pub(crate) async fn quic_node(settings: QuicSettings) -> Node {
+    let (link, events) = QuicLink::start(settings).await.unwrap();
+    Node { link, events }
+}
+
+/// Connects two nodes and takes both events.
+pub(crate) async fn join(a: &mut Node, b: &mut Node) {
+    let dialled = a.link.dial(b.address()).await.unwrap();
+    assert_eq!(dialled, b.peer());
+    a.expect_connected(b.peer()).await;
+    b.expect_connected(a.peer()).await;
+}
+
+impl Node {
+    pub(crate) fn peer(&self) -> PeerId {
+        self.link.local_peer()
+    }
+
+    pub(crate) fn address(&self) -> Multiaddr {
+        self.link.addresses().first().cloned().expect("an address")
+    }
+
+    pub(crate) async fn next(&mut self) -> LinkEvent {
+        tokio::time::timeout(PATIENCE, self.events.recv()).await.expect("an event in time").expect("an open link")
+    }
+
+    pub(crate) async fn expect_connected(&mut self, expected: PeerId) -> bool {
+        match self.next().await {
+            LinkEvent::Connected { peer, address, dialled } => {
+                assert_eq!(peer, expected);
+                assert!(address.to_string().ends_with(&format!("/p2p/{peer}")), "{address}");
+                dialled
+            }
+            other => panic!("expected Connected, got {other:?}"),
+        }
+    }
+
+    pub(crate) async fn expect_disconnected(&mut self, expected: PeerId) -> String {
+        match self.next().await {
+            LinkEvent::Disconnected { peer, reason } => {
+                assert_eq!(peer, expected);
+                reason
+            }
+            other => panic!("expected Disconnected, got {other:?}"),
+        }
+    }
+
+    pub(crate) async fn expect_body(&mut self, expected: PeerId) -> (Lane, Bytes) {
+        match self.next().await {
+            LinkEvent::Received { peer, lane, body } => {
+                assert_eq!(peer, expected);
+                (lane, body)
+            }
+            other => panic!("expected a body, got {other:?}"),
+        }
+    }
+
+    /// Says that nothing has happened.
+    pub(crate) fn expect_quiet(&mut self) {
+        let event = self.events.try_recv();
+        assert_eq!(event, None);
+    }
+}
+
+/// Waits until a condition holds.
+pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let waited = tokio::time::timeout(PATIENCE, async {
+        while !holds() {
+            tokio::task::yield_now().await;
+        }
+    });
+    assert!(waited.await.is_ok(), "waited in vain until {what}");
+}
