@@ -10,6 +10,8 @@ mod ends;
 mod equal;
 #[path = "ring/faults.rs"]
 mod faults;
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+
 #[path = "ring/rig.rs"]
 mod rig;
 #[path = "ring/scripted.rs"]
