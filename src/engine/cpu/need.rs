@@ -158,7 +158,8 @@ fn held(spec: &TensorSpec) -> u64 {
     let name = spec.name.as_str();
     match spec.kind {
         Kind::Fp8 if name.ends_with("wo_a.weight") => rows.next_multiple_of(TILE) * row * 2,
-        Kind::Fp8 => rows.next_multiple_of(TILE) * row,
+        // A flag for each run of a tile: 16 rows by 16 inputs.
+        Kind::Fp8 => rows.next_multiple_of(TILE) * row / 256 * 257,
         Kind::Fp8Scale if name.ends_with("wo_a.scale") => 0,
         Kind::Fp8Scale => spec.elements() * 4,
         Kind::Fp4 | Kind::Fp4Scale => rows.next_multiple_of(TILE) * row,
