@@ -8,3 +8,9 @@ mod contract;
 mod memory;
 #[path = "transport/nodes.rs"]
 mod nodes;
+#[path = "transport/proxy.rs"]
+mod proxy;
+#[path = "transport/quic.rs"]
+mod quic;
+#[path = "transport/rogue.rs"]
+mod rogue;

@@ -191,7 +191,7 @@ impl Shell {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         // A draining stage looks often, since sessions end without an event for the shell.
         let draining = self.draining.map(|until| until.min(clock::now() + Duration::from_millis(50)));
-        [self.greeter.poll_timeout(), redial, draining].into_iter().flatten().min()
+        [self.greeter.poll_timeout(), self.membership.poll_timeout(), redial, draining].into_iter().flatten().min()
     }
 
     fn handle_timeout(&mut self) {
@@ -199,6 +199,7 @@ impl Shell {
         for peer in self.greeter.handle_timeout(now) {
             self.link.disconnect(peer, "it connected and said no hello");
         }
+        self.membership.handle_timeout(now);
         if let Some(address) = self.redial.as_mut().and_then(|redial| redial.poll_dial(now)) {
             let (link, dialled) = (Arc::clone(&self.link), self.dialled.clone());
             tokio::spawn(async move {
@@ -270,7 +271,7 @@ impl Shell {
                 if self.is_dialled_coordinator(peer) {
                     self.observe(StageEvent::Coordinator { peer: peer.to_string(), connected: true });
                 }
-                self.membership.handle_greeted(peer, hello.role);
+                self.membership.handle_greeted(peer, hello.role, clock::now());
             }
             Greeting::Pass(message) => self.handle_message(peer, message),
             Greeting::Refuse { reason } => self.refuse(peer, reason),
@@ -288,14 +289,19 @@ impl Shell {
 
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
-            Control::Heartbeat { seq } => return self.send(peer, &Control::HeartbeatAck { seq }),
-            Control::Join(join) => return self.membership.handle_join(peer, &join),
-            Control::HeartbeatAck { .. } => return,
-            Control::Open(_)
-            | Control::Close { .. }
-            | Control::Cancel { .. }
-            | Control::Probe { .. }
-            | Control::Hello(_)
+            Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
+            Control::HeartbeatAck { seq } => self.membership.handle_ack(peer, seq),
+            Control::Join(join) => self.membership.handle_join(peer, &join, clock::now()),
+            Control::Open(open) => self.obey(peer, Input::Open(open)),
+            Control::Close { session, .. } => self.obey(peer, Input::Close(session)),
+            Control::Cancel { session, below } => self.obey(peer, Input::Cancel { session, below }),
+            Control::Probe { nonce } => {
+                if self.membership.allows(peer) {
+                    let report = self.counters.report(self.membership.view());
+                    self.send(peer, &Control::Report { nonce, report });
+                }
+            }
+            Control::Hello(_)
             | Control::Refused { .. }
             | Control::Offer(_)
             | Control::Joined { .. }
@@ -305,21 +311,18 @@ impl Shell {
             | Control::Failed { .. }
             | Control::Report { .. }
             | Control::Draining
-            | Control::NeighbourLost { .. } => {}
-        }
-        if !self.membership.obeys(peer) {
-            tracing::warn!(%peer, ?message, "a message of a peer that this stage does not obey is dropped");
-            return;
-        }
-        match message {
-            Control::Open(open) => self.hand_over(peer, Input::Open(open)),
-            Control::Close { session, .. } => self.hand_over(peer, Input::Close(session)),
-            Control::Cancel { session, below } => self.hand_over(peer, Input::Cancel { session, below }),
-            Control::Probe { nonce } => {
-                let report = self.counters.report(self.membership.view());
-                self.send(peer, &Control::Report { nonce, report });
+            | Control::NeighbourLost { .. } => {
+                self.refuse(peer, "expected a coordinator's message, a stage's came".to_owned());
             }
-            other => tracing::warn!(%peer, message = ?other, "a coordinator does not say this; dropped"),
+        }
+    }
+
+    /// Hands on what only the coordinator in force may say.
+    fn obey(&mut self, peer: PeerId, input: Input) {
+        if self.membership.obeys(peer) {
+            self.hand_over(peer, input);
+        } else {
+            tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
         }
     }
 
@@ -390,6 +393,7 @@ impl Shell {
                 }
                 Output::Refuse { peer, reason } => self.refuse(peer, reason),
                 Output::Dial { peer, addresses } => self.dial(peer, addresses),
+                Output::Disconnect { peer, reason } => self.link.disconnect(peer, &reason),
                 Output::Route(route) => {
                     self.inputs
                         .try_send(Input::Route(route))

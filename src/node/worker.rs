@@ -228,10 +228,10 @@ impl Worker {
             return self.fail(id, reason);
         }
         self.tell(Control::Opened { session: id });
-        let (now_open, still_early) =
+        let (now_open, still_early): (Vec<Early>, Vec<Early>) =
             std::mem::take(&mut self.early).into_iter().partition(|early| early.frame.head.session == id);
         self.early = still_early;
-        for early in Vec::<Early>::from(now_open) {
+        for early in now_open {
             self.frame(early.frame);
         }
     }
