@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::copy::MODEL;
-use super::rig::{Ended, Process, RINGCTL, children, gone, started};
+use super::rig::{Ended, Process, RINGCTL, children, gone, started, until};
 
 /// Runs the demo with `--json`.
 fn demo(args: &[&str]) -> Ended {
@@ -200,6 +200,27 @@ fn ctrl_c_and_sigterm_stop_every_process() {
             assert_ne!(started(*pid), Some(*since), "a child outlives the demo: {ended:?}");
         }
     }
+}
+
+#[test]
+fn ctrl_c_ends_the_demo_while_it_checks() {
+    let demo = Process::start(RINGCTL, &["demo", "--json", "--max-new", "900", "--prompt", "It was"]);
+    until("the ring is up", || (children(demo.pid()).len() == 4).then_some(()));
+    until("the ring is down", || children(demo.pid()).is_empty().then_some(()));
+    demo.signal(Signal::INT);
+    let ended = demo.ended();
+    assert!(!ended.status.success() && ended.err.contains("stopped by a signal"), "{ended:?}");
+}
+
+#[test]
+fn ctrl_c_ends_a_demo_that_has_just_begun() {
+    let demo = Process::start(RINGCTL, &["demo", "--json"]);
+    let children =
+        until("the first stage is there", || Some(children(demo.pid())).filter(|children| !children.is_empty()));
+    demo.signal(Signal::INT);
+    let ended = demo.ended();
+    assert!(!ended.status.success(), "{ended:?}");
+    gone(&children);
 }
 
 #[test]

@@ -217,6 +217,10 @@ fn a_coordinator_takes_only_whom_it_was_told_to() {
         assert!(error.contains(word), "{word:?} is not in {error:?}");
     }
     coordinator.misses(&["layers 0:7"]);
+    // A stage is no coordinator.
+    let only = Stage::start(&Keys::new(), "0:1", &["--open"]);
+    let misled = Process::run(STAGE, &["--range", "1:7", "--coordinator", &only.address]);
+    refused(&misled, "serve", &[&only.peer, "expected a coordinator", "a stage answered"]);
     let friend = Stage::start(&keys, "0:7", &["--coordinator", &coordinator.address]);
     coordinator.ready();
     assert_eq!(coordinator.pids(), [friend.pid()]);

@@ -366,7 +366,7 @@ impl Listening {
             write!(last, "{body}").unwrap();
             std::thread::park_timeout(LOOK);
         }
-        panic!("not ready: {last}; {}", self.process.describe());
+        panic!("not ready: {last}; {}", self.ring());
     }
 
     /// Waits until `/health` is red with a reason that has all of `parts`.

@@ -160,7 +160,7 @@ fn scores_are_equal_on_a_running_ring_and_on_one_started_for_them() {
         let logprobs: Vec<f64> = list("logprobs").iter().map(|value| value.as_f64().unwrap()).collect();
         assert!(logprobs.iter().all(|p| *p < 0.0), "{logprobs:?}");
         let mean = -logprobs.iter().sum::<f64>() / 89.0;
-        assert!((here["mean_nll"].as_f64().unwrap() - mean).abs() < 1e-9, "{mean}");
+        assert!((here["mean_nll"].as_f64().unwrap() - mean).abs() < 1e-5, "{mean}");
         for (top, argmax) in list("top").iter().zip(list("argmax")) {
             assert_eq!((top.as_array().unwrap().len(), &top[0][0]), (5, &argmax));
         }
