@@ -170,7 +170,13 @@ fn a_prompt_that_can_not_be_is_refused_before_anything_starts() {
         assert!(words.iter().all(|word| ended.err.contains(word)), "{words:?}: {ended:?}");
         assert!(!ended.err.contains("pid"), "no stage was started: {ended:?}");
     }
-    for args in [["--max-new", "0"], ["--temperature", "-1"], ["--temperature", "nan"], ["--model", "/nowhere"]] {
+    for args in [
+        ["--max-new", "0"],
+        ["--temperature", "-1"],
+        ["--temperature", "NaN"],
+        ["--temperature", "2.1"],
+        ["--model", "/nowhere"],
+    ] {
         let ended = demo(&[&format!("{}={}", args[0], args[1])]);
         assert!(!ended.status.success() && ended.out.is_empty(), "{ended:?}");
         assert!(ended.err.contains(args[1].trim_start_matches('-')), "{ended:?}");
