@@ -257,3 +257,92 @@ fn sigterm_and_sigint_end_idle_processes_well() {
         assert_eq!(ended.status.code(), Some(0), "{ended:?}");
     }
 }
+
+#[test]
+fn a_stage_that_is_back_before_it_was_missed() {
+    for victim in [0, 1, 2] {
+        let mut ring = Ring::start(&CUT);
+        let expected = short_request(ring.url());
+        let address = ring.stages[victim].address.clone();
+        let listen = address.split("/p2p/").next().unwrap();
+        ring.stages.remove(victim).process.kill();
+        let coordinator = ring.keys.peer("coordinator");
+        let fresh = Stage::start(&ring.keys, CUT[victim], &["--listen", listen, "--allow", &coordinator]);
+        ring.stages.insert(victim, fresh);
+        until("the fresh stage is in the ring", || (ring.coordinator.pids() == ring.pids()).then_some(()));
+        ring.coordinator.ready();
+        assert_eq!(short_request(ring.url()), expected);
+    }
+}
+
+#[test]
+fn two_dead_stages_are_both_missing_and_both_replaced() {
+    let mut ring = Ring::dialling(&CUT);
+    let expected = short_request(ring.url());
+    for stage in ring.stages.drain(1..) {
+        stage.process.signal(Signal::KILL);
+    }
+    ring.coordinator.misses(&["layers 2:7 are missing"]);
+    for range in &CUT[1..] {
+        ring.stages.push(Stage::start(&ring.keys, range, &["--coordinator", &ring.coordinator.address]));
+    }
+    ring.coordinator.ready();
+    assert_eq!(ring.coordinator.pids(), ring.pids());
+    assert_eq!(short_request(ring.url()), expected);
+}
+
+#[test]
+fn a_frozen_coordinator_goes_on() {
+    let ring = Ring::start(&CUT);
+    let expected = short_request(ring.url());
+    ring.coordinator.process.signal(Signal::STOP);
+    let begun = clock::now();
+    until("stages count as silent", || (clock::now() - begun > Duration::from_secs(4)).then_some(()));
+    ring.coordinator.process.signal(Signal::CONT);
+    ring.coordinator.ready();
+    until("a request is served", || {
+        let body =
+            json!({"prompt": "And it came to pass", "max_tokens": 12, "temperature": 0, "return_token_ids": true});
+        let (status, mut answer) = http::complete(ring.url(), &body);
+        (status == 200).then(|| assert_eq!(answer["choices"][0]["token_ids"].take(), expected))
+    });
+    assert_eq!(ring.coordinator.pids(), ring.pids());
+}
+
+#[test]
+fn a_coordinator_that_is_told_to_end_says_so_to_its_clients() {
+    let ring = Ring::start(&CUT);
+    let mut stream = http::stream(ring.url(), &long_request());
+    stream.event().unwrap();
+    ring.coordinator.process.signal(Signal::TERM);
+    let error = failure(&stream.events());
+    assert_eq!(error["code"], "shutting_down", "{error}");
+    let Ring { coordinator, stages, .. } = ring;
+    assert_eq!(coordinator.process.ended().status.code(), Some(0));
+    for mut stage in stages {
+        assert!(stage.process.runs());
+        stage.process.signal(Signal::TERM);
+        assert_eq!(stage.process.ended().status.code(), Some(0));
+    }
+}
+
+#[test]
+fn an_answer_in_one_piece_and_the_command_fail_with_the_stage() {
+    let ring = Ring::start(&CUT);
+    let mut body = long_request();
+    body["stream"] = json!(false);
+    let url = ring.url().to_owned();
+    let asking = std::thread::spawn(move || http::complete(&url, &body));
+    let generate = Process::start(
+        RINGCTL,
+        &["generate", "--json", "--url", ring.url(), "--prompt", "And", "--max-new", "2000", "--ignore-eos"],
+    );
+    generate.writes(20);
+    until("both are served", || (ring.coordinator.ring()["sessions"] == 2).then_some(()));
+    ring.stages[1].process.signal(Signal::KILL);
+    let (status, answer) = asking.join().unwrap();
+    assert_eq!(status, 502, "{answer}");
+    names(&answer["error"], "2:4", &ring.stages[1].peer);
+    let ended = generate.ended();
+    assert!(!ended.status.success() && ended.err.contains("stage 2:4 "), "{ended:?}");
+}
