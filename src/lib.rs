@@ -24,3 +24,4 @@ pub mod model;
 pub mod node;
 pub mod proto;
 pub mod transport;
+pub mod wan;

@@ -1,0 +1,10 @@
+//! The emulated WAN: its paths by virtual time, its text, its proxy over loopback, and a ring behind it.
+
+#[path = "wan/commands.rs"]
+mod commands;
+#[path = "wan/path.rs"]
+mod path;
+#[path = "wan/proxy.rs"]
+mod proxy;
+#[path = "wan/settings.rs"]
+mod settings;
