@@ -4,12 +4,15 @@
 //! frames in flight, greedy and sampled; clean ends inside a block; one session never touches
 //! another; a stage that dies is named, and the ring serves again once it is whole.
 
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+
 #[path = "ring/ends.rs"]
 mod ends;
 #[path = "ring/equal.rs"]
 mod equal;
 #[path = "ring/faults.rs"]
 mod faults;
+
 #[path = "ring/rig.rs"]
 mod rig;
 #[path = "ring/scripted.rs"]

@@ -72,9 +72,22 @@ pub enum Output {
 
 #[derive(Debug, Clone, PartialEq)]
 enum State {
-    Waiting { why: String, retry: Option<Instant> },
-    Joining { ring: Vec<PeerId>, pending: BTreeSet<PeerId>, until: Instant },
-    Whole { ring: Vec<PeerId> },
+    Waiting {
+        why: String,
+        retry: Option<Instant>,
+    },
+    Joining {
+        ring: Vec<PeerId>,
+        pending: BTreeSet<PeerId>,
+        until: Instant,
+    },
+    Whole {
+        ring: Vec<PeerId>,
+    },
+    /// Another coordinator leads these stages: this one stops serving.
+    Superseded {
+        why: String,
+    },
 }
 
 /// The membership.
@@ -113,7 +126,7 @@ impl Ring {
     pub fn whole(&self) -> Vec<&Member> {
         match &self.state {
             State::Whole { ring } => ring.iter().filter_map(|peer| self.members.get(peer)).collect(),
-            State::Waiting { .. } | State::Joining { .. } => Vec::new(),
+            State::Waiting { .. } | State::Joining { .. } | State::Superseded { .. } => Vec::new(),
         }
     }
 
@@ -121,7 +134,7 @@ impl Ring {
     #[must_use]
     pub fn missing(&self) -> Option<String> {
         match &self.state {
-            State::Waiting { why, .. } => Some(why.clone()),
+            State::Waiting { why, .. } | State::Superseded { why } => Some(why.clone()),
             State::Joining { pending, .. } => {
                 let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
                 Some(format!("view {}: waiting for {} to join", self.view, names.join(", ")))
@@ -155,7 +168,7 @@ impl Ring {
         match &self.state {
             State::Waiting { retry, .. } => *retry,
             State::Joining { until, .. } => Some(*until),
-            State::Whole { .. } => None,
+            State::Whole { .. } | State::Superseded { .. } => None,
         }
     }
 
@@ -169,7 +182,7 @@ impl Ring {
                     format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
                 self.wait(why, Some(now + RETRY_AFTER));
             }
-            State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } => {}
+            State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } | State::Superseded { .. } => {}
         }
     }
 
@@ -226,14 +239,26 @@ impl Ring {
         }
     }
 
-    /// A member refuses the view.
+    /// A member refuses the view, or leaves it for another coordinator's.
     pub fn handle_join_refused(&mut self, peer: PeerId, view: View, current: View, reason: &str, now: Instant) {
-        if view != self.view {
+        if view != self.view || matches!(self.state, State::Superseded { .. }) {
             return;
         }
-        self.view = self.view.max(current);
-        let range = self.members.get(&peer).map_or_else(String::new, |member| member.offer.range.to_string());
-        self.wait(format!("stage {range} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+        let range = self.members.get(&peer).map(|member| member.offer.range);
+        let name = range.map_or_else(String::new, |range| range.to_string());
+        if current > view {
+            let why = format!(
+                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {view}: {reason}; \
+                 another coordinator leads the ring, and this one stops serving"
+            );
+            if let Some(range) = range {
+                self.breaks(peer, range, why.clone(), now);
+            }
+            self.wait(why.clone(), None);
+            self.state = State::Superseded { why };
+            return;
+        }
+        self.wait(format!("stage {name} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }
 
     /// A stage finishes what is open and takes nothing new.
@@ -260,7 +285,7 @@ impl Ring {
     fn breaks(&mut self, peer: PeerId, range: LayerRange, why: String, now: Instant) {
         let held = match &self.state {
             State::Joining { ring, .. } | State::Whole { ring } => ring.contains(&peer),
-            State::Waiting { .. } => false,
+            State::Waiting { .. } | State::Superseded { .. } => false,
         };
         if held {
             self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
@@ -396,16 +421,35 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_view_is_tried_again_above_the_refusers_view() {
+    fn a_join_that_fails_is_tried_again_in_a_new_view() {
         let now = clock::now();
         let a = PeerId::random();
         let mut ring = Ring::new(7);
         ring.handle_offer(a, offer("0:7", 0), now);
         drain(&mut ring);
-        ring.handle_join_refused(a, View(1), View(8), "older", now);
+        ring.handle_join_refused(a, View(1), View(1), "its successor can't be reached", now);
         let at = ring.poll_timeout().unwrap();
         ring.handle_timeout(at);
-        assert_eq!(joins(&drain(&mut ring)), [(a, View(9), None, None)]);
+        assert_eq!(joins(&drain(&mut ring)), [(a, View(2), None, None)]);
+    }
+
+    #[test]
+    fn a_coordinator_refused_for_an_older_view_stops_serving() {
+        let now = clock::now();
+        let a = PeerId::random();
+        let mut ring = Ring::new(7);
+        ring.handle_offer(a, offer("0:7", 0), now);
+        ring.handle_joined(a, View(1));
+        drain(&mut ring);
+        ring.handle_join_refused(a, View(1), View(8), "another coordinator took over", now);
+        assert!(matches!(
+            &drain(&mut ring)[..],
+            [Output::Broken { .. }, Output::Waiting { .. }, Output::Waiting { .. }]
+        ));
+        assert_eq!(ring.poll_timeout(), None);
+        ring.handle_offer(a, offer("0:7", 8), now);
+        assert_eq!(drain(&mut ring), [], "it takes no stage back");
+        assert!(ring.missing().unwrap().contains("stops serving"));
     }
 
     #[test]

@@ -22,11 +22,11 @@ use crate::model::format::E4M3_MAX;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// The values or bytes are not whole positions.
-    #[error("{got} {unit} of hidden state, expected a multiple of {expected} for each position")]
+    #[error("{got} {unit} of hidden state, expected {expected} or, for several positions, a multiple of it")]
     Length {
         /// What is counted.
         unit: &'static str,
-        /// Items to a position.
+        /// Items expected: of a position, or of all.
         expected: usize,
         /// Items that came.
         got: usize,
@@ -92,19 +92,13 @@ impl Wire {
         outcome
     }
 
-    /// Writes the bytes of positions `first …` to `out`, which has just their length.
+    /// Writes the bytes of positions `first …`, as many as `hidden` holds, to all of `out`.
     ///
     /// # Errors
-    /// As [`Wire::encode`]; `out` is undefined then.
+    /// [`WireError::Length`] or [`WireError::Nan`]; `out` is undefined then.
     pub fn encode_into(&self, first: Position, hidden: &[bf16], out: &mut [u8]) -> Result<(), WireError> {
         let positions = self.positions("values", hidden.len(), self.hc * self.dim)?;
-        if self.positions("bytes", out.len(), self.position_bytes())? != positions {
-            return Err(WireError::Length {
-                unit: "bytes",
-                got: out.len(),
-                expected: positions * self.position_bytes(),
-            });
-        }
+        self.exactly("bytes", out.len(), positions * self.position_bytes())?;
         let rows = hidden.chunks_exact(self.hc * self.dim);
         for (p, (row, bytes)) in rows.zip(out.chunks_exact_mut(self.position_bytes())).enumerate() {
             let nan = |stream| WireError::Nan { position: first.plus(p as u32), stream };
@@ -151,7 +145,13 @@ impl Wire {
         outcome
     }
 
-    fn decode_into(&self, first: Position, bytes: &[u8], out: &mut [bf16]) -> Result<(), WireError> {
+    /// Writes the values of positions `first …`, as many as `bytes` holds, to all of `out`.
+    ///
+    /// # Errors
+    /// As [`Wire::decode`]; `out` is undefined then.
+    pub fn decode_into(&self, first: Position, bytes: &[u8], out: &mut [bf16]) -> Result<(), WireError> {
+        let positions = self.positions("bytes", bytes.len(), self.position_bytes())?;
+        self.exactly("values", out.len(), positions * self.hc * self.dim)?;
         let rows = out.chunks_exact_mut(self.hc * self.dim);
         for (p, (row, bytes)) in rows.zip(bytes.chunks_exact(self.position_bytes())).enumerate() {
             let invalid = |stream, what| WireError::Invalid { position: first.plus(p as u32), stream, what };
@@ -201,6 +201,10 @@ impl Wire {
             }
         }
         Ok(())
+    }
+
+    fn exactly(&self, unit: &'static str, got: usize, expected: usize) -> Result<(), WireError> {
+        if got == expected { Ok(()) } else { Err(WireError::Length { unit, expected, got }) }
     }
 
     fn positions(&self, unit: &'static str, got: usize, each: usize) -> Result<usize, WireError> {

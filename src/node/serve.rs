@@ -193,7 +193,7 @@ impl Shell {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         // A draining stage looks often, since sessions end without an event for the shell.
         let draining = self.draining.map(|until| until.min(clock::now() + Duration::from_millis(50)));
-        [self.greeter.poll_timeout(), redial, draining].into_iter().flatten().min()
+        [self.greeter.poll_timeout(), self.membership.poll_timeout(), redial, draining].into_iter().flatten().min()
     }
 
     fn handle_timeout(&mut self) {
@@ -201,6 +201,7 @@ impl Shell {
         for peer in self.greeter.handle_timeout(now) {
             self.link.disconnect(peer, "it connected and said no hello");
         }
+        self.membership.handle_timeout(now);
         if let Some(address) = self.redial.as_mut().and_then(|redial| redial.poll_dial(now)) {
             let (link, dialled) = (Arc::clone(&self.link), self.dialled.clone());
             tokio::spawn(async move {
@@ -272,7 +273,7 @@ impl Shell {
                 if self.is_dialled_coordinator(peer) {
                     self.observe(StageEvent::Coordinator { peer: peer.to_string(), connected: true });
                 }
-                self.membership.handle_greeted(peer, hello.role);
+                self.membership.handle_greeted(peer, hello.role, clock::now());
             }
             Greeting::Pass(message) => self.handle_message(peer, message),
             Greeting::Refuse { reason } => self.refuse(peer, reason),
@@ -291,8 +292,8 @@ impl Shell {
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
-            Control::HeartbeatAck { .. } => {}
-            Control::Join(join) => self.membership.handle_join(peer, &join),
+            Control::HeartbeatAck { seq } => self.membership.handle_ack(peer, seq),
+            Control::Join(join) => self.membership.handle_join(peer, &join, clock::now()),
             Control::Open(open) => self.obey(peer, Input::Open(open)),
             Control::Close { session, .. } => self.obey(peer, Input::Close(session)),
             Control::Cancel { session, below } => self.obey(peer, Input::Cancel { session, below }),
@@ -394,6 +395,7 @@ impl Shell {
                 }
                 Output::Refuse { peer, reason } => self.refuse(peer, reason),
                 Output::Dial { peer, addresses } => self.dial(peer, addresses),
+                Output::Disconnect { peer, reason } => self.link.disconnect(peer, &reason),
                 Output::Route(route) => {
                     self.inputs
                         .try_send(Input::Route(route))

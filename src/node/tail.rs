@@ -2,9 +2,10 @@
 //!
 //! Owns which positions are true and the logits row that scores the next fed token.
 
+use crate::draft::{self, Anchor, Chooser};
 use crate::engine::sample::{LogSoftmax, Sampler};
 use crate::engine::{Engine, EngineError};
-use crate::ids::{Position, SessionId, TokenId};
+use crate::ids::{Position, TokenId};
 use crate::proto::control::Open;
 use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
 use crate::proto::frontier::{Frontier, FrontierError};
@@ -45,8 +46,7 @@ impl Tail {
     /// Answers frames that were computed together: consecutive positions of one epoch, their ids
     /// in one run, logits `[rows, vocab]` of the positions at or above `logits_from`.
     ///
-    /// A draft is made once, off the last position with a true history: the blocks of the true
-    /// positions before it could only repeat what is in flight.
+    /// One block is drafted, off the anchor that [`Chooser`] finds.
     pub(crate) fn answer(
         &mut self,
         engine: &mut dyn Engine,
@@ -59,7 +59,7 @@ impl Tail {
         let mut replies = Vec::with_capacity(heads.len());
         let mut rows = logits.chunks_exact(vocab);
         let mut offset = 0;
-        let mut anchor = None;
+        let mut chooser = Chooser::default();
         for (at, head) in heads.iter().enumerate() {
             let ids = &ids[offset..offset + head.len as usize];
             offset += ids.len();
@@ -74,9 +74,8 @@ impl Tail {
             }
             let tokens: Vec<TokenId> = answers.iter().map(|answer| answer.token).collect();
             let fed = self.frontier.handle_fed(head.pos, ids, &tokens)?;
-            if let (true, Some(token)) = (fed.may_draft(), tokens.last()) {
-                anchor = Some((at, head.pos.plus(head.len.saturating_sub(1)), *token));
-            }
+            let last = head.pos.plus(head.len.saturating_sub(1));
+            chooser.take(at, last, fed.may_draft(), tokens.last().copied());
             replies.push(Reply {
                 view: head.view,
                 session,
@@ -87,8 +86,8 @@ impl Tail {
                 draft: None,
             });
         }
-        if let Some((at, pos, token)) = anchor {
-            replies[at].draft = self.draft(engine, pos, token, session)?;
+        if let Some(anchor) = chooser.anchor() {
+            replies[anchor.frame].draft = self.draft(engine, anchor)?;
         }
         Ok(replies)
     }
@@ -112,22 +111,14 @@ impl Tail {
         Some(softmax.of(&self.last_row, id))
     }
 
-    fn draft(
-        &self,
-        engine: &mut dyn Engine,
-        pos: Position,
-        anchor: TokenId,
-        session: SessionId,
-    ) -> Result<Option<DraftBlock>, EngineError> {
-        // The token drafted first would stand at pos + 2; past the end there is nothing to draft.
-        let room = self.open.positions.saturating_sub(pos.0.saturating_add(2));
-        if self.open.draft_block == 0 || room == 0 {
+    fn draft(&self, engine: &mut dyn Engine, anchor: Anchor) -> Result<Option<DraftBlock>, EngineError> {
+        let useful = draft::useful(self.open.draft_block, anchor.pos, self.open.positions) as usize;
+        if useful == 0 {
             return Ok(None);
         }
-        let mut drafts = engine.draft(session, pos, anchor)?;
-        let keep = self.open.draft_block.min(room) as usize;
-        drafts.tokens.truncate(keep);
-        drafts.confidence.truncate(keep);
+        let mut drafts = engine.draft(self.open.session, anchor.pos, anchor.token)?;
+        drafts.tokens.truncate(useful);
+        drafts.confidence.truncate(useful);
         Ok(Some(DraftBlock { tokens: drafts.tokens, confidence: drafts.confidence }))
     }
 }

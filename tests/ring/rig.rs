@@ -181,10 +181,6 @@ impl Run {
     pub(crate) fn stats(&self) -> &JobStats {
         &self.end.as_ref().unwrap().as_ref().unwrap().1
     }
-
-    pub(crate) fn error(&self) -> &JobError {
-        self.end.as_ref().unwrap().as_ref().unwrap_err()
-    }
 }
 
 pub(crate) async fn collect(mut job: Job) -> Run {

@@ -52,10 +52,13 @@ async fn a_hop_can_have_a_delay_of_its_own() {
 #[tokio::test]
 async fn a_cut_drops_silently_until_it_is_healed() {
     let network = delayed();
-    let (mut a, mut b) = (node(&network), node(&network));
+    let (mut a, mut b, c) = (node(&network), node(&network), node(&network));
     join(&mut a, &mut b).await;
+    a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"lost under way")).await.unwrap();
     network.cut(a.peer(), b.peer());
     a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"lost")).await.unwrap();
+    // The way takes as long as a dial's half: by the end of this one, everything would be there.
+    assert!(a.link.dial(c.address()).await.is_ok());
     network.heal(b.peer(), a.peer());
     a.link.send(b.peer(), Lane::Data, Bytes::from_static(b"found")).await.unwrap();
     assert_eq!(b.expect_body(a.peer()).await, (Lane::Data, Bytes::from_static(b"found")));

@@ -35,7 +35,9 @@ async fn a_link_says_its_real_addresses() {
     assert!(address.to_string().starts_with("/ip4/127.0.0.1/udp/"), "{address}");
     assert_ne!(port(&address), 0);
     let mut everywhere = quic_node(listening("/ip4/0.0.0.0/udp/0/quic-v1")).await;
-    for address in everywhere.link.addresses() {
+    let everywhere_addresses = everywhere.link.addresses();
+    assert!(everywhere_addresses.iter().any(|address| address.to_string().starts_with("/ip4/127.0.0.1/")));
+    for address in everywhere_addresses {
         assert!(!address.to_string().contains("0.0.0.0"), "{address}");
         assert!(address.to_string().ends_with(&everywhere.peer().to_string()), "{address}");
     }
@@ -44,15 +46,19 @@ async fn a_link_says_its_real_addresses() {
     join(&mut dials_only, &mut everywhere).await;
 }
 
-/// A socket that is bound to loopback can't reach beyond it.
+/// A socket that is bound to loopback can't reach beyond it: such a dial must use another. (On one
+/// host it would get through all the same, so the test looks at where the dial came from; a host
+/// without any other address has nothing to look at.)
 #[tokio::test]
-async fn a_link_on_loopback_reaches_other_addresses() {
-    let (mut near, mut far) = (node().await, quic_node(listening("/ip4/0.0.0.0/udp/0/quic-v1")).await);
-    let outside = far.link.addresses().into_iter().find(|address| !address.to_string().contains("/127.0.0.1/"));
-    let address = outside.unwrap_or_else(|| far.address());
-    near.link.dial(address).await.unwrap();
-    near.expect_connected(far.peer()).await;
-    far.expect_connected(near.peer()).await;
+async fn a_link_on_loopback_dials_other_addresses_from_another_socket() {
+    let is_loopback = |address: &Multiaddr| address.to_string().starts_with("/ip4/127.");
+    let (near, mut far) = (node().await, quic_node(listening("/ip4/0.0.0.0/udp/0/quic-v1")).await);
+    let Some(outside) = far.link.addresses().into_iter().find(|address| !is_loopback(address)) else { return };
+    near.link.dial(outside).await.unwrap();
+    match far.next().await {
+        LinkEvent::Connected { address, .. } => assert!(!is_loopback(&address), "{address}"),
+        other => panic!("expected Connected, got {other:?}"),
+    }
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt;
+use futures::{FutureExt, StreamExt};
 use libp2p::core::transport::ListenerId;
 use libp2p::multiaddr::Protocol;
 use libp2p::swarm::dial_opts::{DialOpts, PeerCondition};
@@ -61,6 +61,10 @@ impl Driver {
                     let why = reason.as_ref().err().map_or_else(|| "closed".to_owned(), |error| chain(error));
                     return Err(StartError::Listen { address: address.clone(), why });
                 }
+                self.handle(event);
+            }
+            // An unspecified address stands for many: they come one after another, all at once.
+            while let Some(event) = self.swarm.select_next_some().now_or_never() {
                 self.handle(event);
             }
             Ok(())

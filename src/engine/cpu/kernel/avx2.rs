@@ -5,16 +5,18 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_EQ_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128, _mm_packus_epi16, _mm_set1_epi8, _mm_set1_epi16,
-    _mm_setr_epi8, _mm_setzero_si128, _mm_shuffle_epi8, _mm_srai_epi16, _mm_srli_epi16, _mm_storel_epi64,
-    _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpacklo_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
-    _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps,
-    _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32,
-    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_div_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
-    _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256,
-    _mm256_packus_epi32, _mm256_permute2f128_ps, _mm256_permute4x64_epi64, _mm256_round_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi32, _mm256_storeu_ps,
-    _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128, _mm_packus_epi16, _mm_set1_epi16, _mm_setr_epi8,
+    _mm_srli_epi16, _mm_storel_epi64, _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
+    _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps, _mm256_broadcastsi128_si256, _mm256_castps_si256,
+    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi16, _mm256_cvtepi32_ps,
+    _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_div_ps,
+    _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps,
+    _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_permute2f128_ps,
+    _mm256_permute4x64_epi64, _mm256_round_ps, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_setzero_si256, _mm256_shuffle_epi8, _mm256_shuffle_ps, _mm256_slli_epi16, _mm256_slli_epi32, _mm256_sqrt_ps,
+    _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps,
+    _mm256_unpackhi_epi8, _mm256_unpackhi_epi16, _mm256_unpackhi_ps, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16,
+    _mm256_unpacklo_ps,
 };
 
 use half::bf16;
@@ -197,9 +199,8 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn load_e2m1(pairs: &[u8; 16]) -> [Self; 4] {
-        let [a, b, c, d] = wide!(load_e2m1(pairs));
-        [Self(a), Self(b), Self(c), Self(d)]
+    fn load_e2m1(pairs: &[u8; 32]) -> [Self; 8] {
+        wide!(load_e2m1(pairs))
     }
 
     #[inline(always)]
@@ -295,8 +296,9 @@ fn load_bf16(x: &[bf16; 8]) -> __m256 {
 fn store_bf16(x: __m256, out: &mut [bf16; 8]) {
     let halves = bf16_halves(x);
     let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(halves, halves));
+    let packed = _mm256_castsi256_si128(packed);
     // SAFETY: sixteen writable bytes; the store takes any alignment.
-    unsafe { _mm_storeu_si128(out.as_mut_ptr().cast::<__m128i>(), _mm256_castsi256_si128(packed)) }
+    unsafe { _mm_storeu_si128(out.as_mut_ptr().cast::<__m128i>(), packed) }
 }
 
 /// First and second values of eight pairs held in 32-bit words.
@@ -311,7 +313,8 @@ fn unpair(words: __m256i) -> [__m256; 2] {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn load_pairs(x: &[bf16; 16]) -> [__m256; 2] {
     // SAFETY: 32 readable bytes; the load takes any alignment.
-    unpair(unsafe { _mm256_loadu_si256(x.as_ptr().cast::<__m256i>()) })
+    let words = unsafe { _mm256_loadu_si256(x.as_ptr().cast::<__m256i>()) };
+    unpair(words)
 }
 
 #[inline]
@@ -329,10 +332,10 @@ fn store_pairs(first: __m256, second: __m256, out: &mut [bf16; 16]) {
 fn load_e4m3(codes: &[u8; 16]) -> [__m256; 2] {
     // SAFETY: sixteen readable bytes; the load takes any alignment.
     let bytes = unsafe { _mm_loadu_si128(codes.as_ptr().cast::<__m128i>()) };
-    let keep = _mm_set1_epi16(0xbf80_u16 as i16);
-    let low = _mm_srai_epi16::<1>(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes));
-    let high = _mm_srai_epi16::<1>(_mm_unpackhi_epi8(_mm_setzero_si128(), bytes));
-    [_mm256_cvtph_ps(_mm_and_si128(low, keep)), _mm256_cvtph_ps(_mm_and_si128(high, keep))]
+    // The sign comes twice, at bits 15 and 14; the mask drops the second.
+    let halves = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+    let halves = _mm256_and_si256(halves, _mm256_set1_epi16(0xbf80_u16 as i16));
+    [_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves))]
 }
 
 /// The reverse of [`load_e4m3`]: the halves are exact, so their fields are the code's.
@@ -348,33 +351,39 @@ fn store_e4m3(x: __m256, codes: &mut [u8; 8]) {
     unsafe { _mm_storel_epi64(codes.as_mut_ptr().cast::<__m128i>(), bytes) }
 }
 
-/// E2M1 to half precision by a table of high bytes: all low bytes are zero.
+/// E2M1 to bf16 by two tables of bytes, and bf16 to fp32 by a zero below.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn load_e2m1(pairs: &[u8; 16]) -> [__m256; 4] {
-    // The high bytes of 2^-8 · (0, .5, 1, 1.5, 2, 3, 4, 6) and of their negatives.
-    let table = _mm_setr_epi8(
-        0x00, 0x18, 0x1c, 0x1e, 0x20, 0x22, 0x24, 0x26, -0x80, -0x68, -0x64, -0x62, -0x60, -0x5e, -0x5c, -0x5a,
-    );
-    // SAFETY: sixteen readable bytes; the load takes any alignment.
-    let bytes = unsafe { _mm_loadu_si128(pairs.as_ptr().cast::<__m128i>()) };
-    let nibble = _mm_set1_epi8(15);
-    let first = _mm_shuffle_epi8(table, _mm_and_si128(bytes, nibble));
-    let second = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16::<4>(bytes), nibble));
-    let zero = _mm_setzero_si128();
-    [
-        _mm256_cvtph_ps(_mm_unpacklo_epi8(zero, first)),
-        _mm256_cvtph_ps(_mm_unpackhi_epi8(zero, first)),
-        _mm256_cvtph_ps(_mm_unpacklo_epi8(zero, second)),
-        _mm256_cvtph_ps(_mm_unpackhi_epi8(zero, second)),
-    ]
+fn load_e2m1(pairs: &[u8; 32]) -> [Avx2; 8] {
+    // 2^-8 · (0, .5, 1, 1.5, 2, 3, 4, 6) and their negatives: high and low bytes.
+    let high = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, -0x80, -0x45, -0x45, -0x45, -0x44, -0x44, -0x44, -0x44,
+    ));
+    let low = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40,
+    ));
+    // SAFETY: 32 readable bytes; the load takes any alignment.
+    let bytes = unsafe { _mm256_loadu_si256(pairs.as_ptr().cast::<__m256i>()) };
+    let nibble = _mm256_set1_epi8(15);
+    let first = _mm256_and_si256(bytes, nibble);
+    let second = _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), nibble);
+    let (fh, fl) = (_mm256_shuffle_epi8(high, first), _mm256_shuffle_epi8(low, first));
+    let (sh, sl) = (_mm256_shuffle_epi8(high, second), _mm256_shuffle_epi8(low, second));
+    // Words of pair 0 in the low halves of the lanes, of pair 1 in the high halves.
+    let (f0, f1) = (_mm256_unpacklo_epi8(fl, fh), _mm256_unpackhi_epi8(fl, fh));
+    let (s0, s1) = (_mm256_unpacklo_epi8(sl, sh), _mm256_unpackhi_epi8(sl, sh));
+    let zero = _mm256_setzero_si256();
+    let low = |words| Avx2(_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words)));
+    let high = |words| Avx2(_mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words)));
+    [low(f0), high(f0), low(s0), high(s0), low(f1), high(f1), low(s1), high(s1)]
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn load_bf16_pairs(pairs: &[u32; 8]) -> [__m256; 2] {
     // SAFETY: 32 readable bytes; the load takes any alignment.
-    unpair(unsafe { _mm256_loadu_si256(pairs.as_ptr().cast::<__m256i>()) })
+    let words = unsafe { _mm256_loadu_si256(pairs.as_ptr().cast::<__m256i>()) };
+    unpair(words)
 }
 
 #[inline]

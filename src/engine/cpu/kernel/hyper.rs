@@ -166,7 +166,7 @@ impl Job for Collapse<'_> {
         for (i, out) in out.iter_mut().enumerate() {
             let mut sum = V::splat(0.0);
             for (j, &weight) in self.pre.iter().enumerate() {
-                sum = V::splat(weight).fma(V::load_bf16(eight(self.h, j * dim + 8 * i)), sum);
+                sum = sum.add(V::splat(weight).mul(V::load_bf16(eight(self.h, j * dim + 8 * i))));
             }
             sum.store_bf16(out);
         }
@@ -180,8 +180,8 @@ fn eight(x: &[bf16], at: usize) -> &[bf16; 8] {
     &eights[0]
 }
 
-/// The sublayer's input from the streams `h[hc, dim]` of one position: `bf16(Σ_j pre_j · h_j)`, one
-/// fma chain from +0, streams ascending.
+/// The sublayer's input from the streams `h[hc, dim]` of one position: `bf16(Σ_j pre_j · h_j)`, each
+/// product and each sum rounded, from +0, streams ascending.
 ///
 /// # Panics
 /// If the sizes differ or `out` is not a multiple of 8.
@@ -246,9 +246,9 @@ impl Job for Expand<'_> {
             for k in 0..self.hc {
                 let mut sum = V::splat(0.0);
                 for j in 0..self.hc {
-                    sum = V::splat(self.mix.comb[j][k]).fma(streams[j], sum);
+                    sum = sum.add(V::splat(self.mix.comb[j][k]).mul(streams[j]));
                 }
-                let next = V::splat(self.mix.post[k]).fma(y, sum);
+                let next = V::splat(self.mix.post[k]).mul(y).add(sum);
                 let (out, _) = self.h[k * dim + 8 * i..][..8].as_chunks_mut::<8>();
                 next.store_bf16(&mut out[0]);
             }
@@ -256,8 +256,8 @@ impl Job for Expand<'_> {
     }
 }
 
-/// The streams after a sublayer, in place: `h_k = bf16(post_k · y + Σ_j comb[j][k] · h_j)`, one fma
-/// chain from +0 over j ascending, then the fma with y.
+/// The streams after a sublayer, in place: `h_k = bf16(post_k · y + Σ_j comb[j][k] · h_j)`, each
+/// product and each sum rounded, from +0 over j ascending, the product with y last.
 ///
 /// # Panics
 /// If the sizes differ or `y` is not a multiple of 8.

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::simd::{Real, Simd};
+use super::simd::{Real, Simd, e2m1_place};
 use crate::model::format::{E2M1_SCALED, E4M3_SCALED, e4m3_encode};
 
 /// `N` fp32 lanes.
@@ -217,13 +217,16 @@ impl Simd for Lanes<8> {
     }
 
     #[inline(always)]
-    fn load_e2m1(pairs: &[u8; 16]) -> [Self; 4] {
-        let mut out = [[0.0; 8]; 4];
-        for i in 0..16 {
-            out[i / 8][i % 8] = E2M1_SCALED[usize::from(pairs[i] & 15)];
-            out[2 + i / 8][i % 8] = E2M1_SCALED[usize::from(pairs[i] >> 4)];
+    fn load_e2m1(pairs: &[u8; 32]) -> [Self; 8] {
+        let mut out = [Self([0.0; 8]); 8];
+        for p in 0..2 {
+            for r in 0..16 {
+                let pair = pairs[e2m1_place(p, r)];
+                out[4 * p + r / 8].0[r % 8] = E2M1_SCALED[usize::from(pair & 15)];
+                out[4 * p + 2 + r / 8].0[r % 8] = E2M1_SCALED[usize::from(pair >> 4)];
+            }
         }
-        [Self(out[0]), Self(out[1]), Self(out[2]), Self(out[3])]
+        out
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@
 use super::lanes::Lanes;
 use super::simd::Real;
 
-const LOG2_E: f32 = 1.442_695;
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 cut to 15 bits, so that its products with exponents are exact.
 const LN2_HIGH: f32 = 0.693_145_75;
 /// The rest of ln 2.
@@ -32,9 +32,9 @@ const SQRT_2: f32 = std::f32::consts::SQRT_2;
 /// Above it softplus(x) is x.
 const SOFTPLUS_LINEAR: f32 = 20.0;
 
-/// e^x; underflows gradually to 0, overflows to infinity.
+/// e^x as (y, a, b): the value is `y · a · b`, where only the last product rounds or overflows.
 #[inline(always)]
-pub(crate) fn exp_v<V: Real>(x: V) -> V {
+fn exp_parts<V: Real>(x: V) -> (V, V, V) {
     // The bound comes first, so that a NaN passes.
     let x = V::splat(EXP_MAX).min(V::splat(EXP_MIN).max(x));
     let n = x.mul(V::splat(LOG2_E)).round();
@@ -48,9 +48,15 @@ pub(crate) fn exp_v<V: Real>(x: V) -> V {
     p = p.fma(r, V::splat(EXP[1]));
     p = p.fma(r, V::splat(EXP[0]));
     let y = V::splat(1.0).add(r.add(p.fma(r.mul(r), tail)));
-    // Two factors, so that only the last product rounds or overflows.
     let half = n.mul(V::splat(0.5)).round();
-    y.mul(half.pow2()).mul(n.sub(half).pow2())
+    (y, half.pow2(), n.sub(half).pow2())
+}
+
+/// e^x; underflows gradually to 0, overflows to infinity.
+#[inline(always)]
+pub(crate) fn exp_v<V: Real>(x: V) -> V {
+    let (y, a, b) = exp_parts(x);
+    y.mul(a).mul(b)
 }
 
 /// `k·ln 2 + ln(1+f) + c` for f in [√½ − 1, √2 − 1) and a small correction c.
@@ -122,17 +128,30 @@ pub(crate) fn sigmoid_v<V: Real>(x: V) -> V {
     zero.sub(q.mul(lost)).fma(inverse, q)
 }
 
-/// x / (1 + e^−x); NaN at −∞.
+/// x / (1 + e^−x); for negative x as x·e^x / (1 + e^x), scaled at the end, so that small results
+/// keep their bits.
 #[inline(always)]
 pub(crate) fn silu_v<V: Real>(x: V) -> V {
     let one = V::splat(1.0);
     let zero = V::splat(0.0);
-    let z = exp_v(zero.sub(x.abs()));
+    let (y, a, b) = exp_parts(zero.sub(x.abs()));
+    let z = y.mul(a).mul(b);
     let d = one.add(z);
     let lost = z.sub(d.sub(one));
-    let q = V::select(x.lt(zero), x.mul(z), x).div(d);
-    let t = lost.div(d);
-    V::select(t.eq(zero), q, zero.sub(q).fma(t, q))
+    let negative = x.lt(zero);
+    // Past the bound the exponential is that of the bound; −∞ · 0 would be no number.
+    let bounded = V::splat(EXP_MIN).max(x);
+    let factor = V::select(negative, y, one);
+    let top = V::select(negative, bounded, x);
+    let product = top.mul(factor);
+    let product_lost = top.fma(factor, zero.sub(product));
+    let q = product.div(d);
+    // What the product, the quotient and the sum 1 + z lost, folded back in.
+    let minus_q = zero.sub(q);
+    let rest = minus_q.fma(d, product).add(product_lost);
+    let fix = minus_q.fma(lost, rest).div(d);
+    let q = V::select(fix.eq(fix), q.add(fix), q);
+    q.mul(V::select(negative, a, one)).mul(V::select(negative, b, one))
 }
 
 /// e^x.
@@ -159,7 +178,7 @@ pub fn sigmoid(x: f32) -> f32 {
     sigmoid_v(Lanes::one(x)).get()
 }
 
-/// x / (1 + e^−x).
+/// x / (1 + e^−x); −0 at −∞.
 #[must_use]
 pub fn silu(x: f32) -> f32 {
     silu_v(Lanes::one(x)).get()
@@ -169,4 +188,129 @@ pub fn silu(x: f32) -> f32 {
 #[must_use]
 pub fn rsqrt(x: f32) -> f32 {
     1.0 / x.sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::isa::{Isa, Job};
+    use super::super::simd::Simd;
+    use super::*;
+
+    /// Distance of `got` from the true value, in units of the last place of its fp32 rounding.
+    fn ulps(got: f32, truth: f64) -> f64 {
+        let near = truth as f32;
+        if got.to_bits() == near.to_bits() || got.is_nan() && truth.is_nan() {
+            return 0.0;
+        }
+        if !got.is_finite() || !near.is_finite() {
+            // Overflow may start one step early or late.
+            let bound = |x: f32| x.clamp(f32::MIN, f32::MAX);
+            return f64::from(bound(got).to_bits().abs_diff(bound(near).to_bits())) + 0.5;
+        }
+        let bits = near.abs().to_bits().max(0x0080_0000);
+        let ulp = f64::from(f32::from_bits(bits)) - f64::from(f32::from_bits(bits - 1));
+        let ulp = if bits & 0x007f_ffff == 0 && bits > 0x0080_0000 { ulp * 2.0 } else { ulp };
+        (f64::from(got) - truth).abs() / ulp.max(f64::from(f32::from_bits(1)))
+    }
+
+    /// The largest error over every `step`-th bit pattern of both signs.
+    fn worst(step: usize, f: fn(f32) -> f32, truth: fn(f64) -> f64) -> (f64, f32) {
+        let mut worst = (0.0, 0.0);
+        for bits in (0..=0x7f80_0000u32).step_by(step) {
+            for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                let error = ulps(f(x), truth(f64::from(x)));
+                if error > worst.0 {
+                    worst = (error, x);
+                }
+            }
+        }
+        worst
+    }
+
+    fn true_softplus(x: f64) -> f64 {
+        if x > 20.0 { x } else { x.exp().ln_1p() }
+    }
+
+    fn true_sigmoid(x: f64) -> f64 {
+        if x < 0.0 { x.exp() / (1.0 + x.exp()) } else { 1.0 / (1.0 + (-x).exp()) }
+    }
+
+    fn true_silu(x: f64) -> f64 {
+        x * true_sigmoid(x)
+    }
+
+    #[test]
+    fn errors_are_at_most_two_ulp_over_the_whole_range() {
+        for (name, f, truth) in [
+            ("exp", exp as fn(f32) -> f32, f64::exp as fn(f64) -> f64),
+            ("ln", ln, f64::ln),
+            ("softplus", softplus, true_softplus),
+            ("sigmoid", sigmoid, true_sigmoid),
+            ("silu", silu, true_silu),
+        ] {
+            let (error, at) = worst(4_099, f, truth);
+            assert!(error <= 2.0, "{name}: {error} ulp at {at}");
+        }
+    }
+
+    #[test]
+    fn exact_and_special_values() {
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert_eq!(ln(1.0).to_bits(), 0);
+        assert_eq!(ln(0.0), f32::NEG_INFINITY);
+        assert_eq!(ln(f32::INFINITY), f32::INFINITY);
+        assert_eq!(softplus(21.0), 21.0);
+        assert_eq!(softplus(f32::INFINITY), f32::INFINITY);
+        assert_eq!(softplus(f32::NEG_INFINITY), 0.0);
+        assert_eq!(sigmoid(0.0), 0.5);
+        assert_eq!((sigmoid(f32::INFINITY), sigmoid(f32::NEG_INFINITY)), (1.0, 0.0));
+        assert_eq!(silu(f32::INFINITY), f32::INFINITY);
+        assert_eq!((silu(0.0), silu(f32::NEG_INFINITY)), (0.0, 0.0));
+        assert_eq!(rsqrt(4.0), 0.5);
+        for f in [exp, ln, softplus, sigmoid, silu, rsqrt] {
+            assert!(f(f32::NAN).is_nan());
+        }
+        assert!(ln(-1.0).is_nan());
+    }
+
+    struct Vector<'a>(usize, &'a mut [f32; 8]);
+
+    impl Job for Vector<'_> {
+        type Out = ();
+
+        #[inline(always)]
+        fn run<V: Simd>(self) {
+            let x = V::load(self.1);
+            let y = match self.0 {
+                0 => exp_v(x),
+                1 => ln_v(x),
+                2 => softplus_v(x),
+                3 => sigmoid_v(x),
+                _ => silu_v(x),
+            };
+            y.store(self.1);
+        }
+    }
+
+    #[test]
+    fn vectors_have_the_bits_of_single_values() {
+        let scalar = [exp, ln, softplus, sigmoid, silu];
+        for bits in (0..u32::MAX - 8 * 30_011).step_by(8 * 30_011) {
+            let x: [f32; 8] = std::array::from_fn(|i| f32::from_bits(bits + 30_011 * i as u32));
+            for (which, f) in scalar.iter().enumerate() {
+                for isa in [Isa::PORTABLE, Isa::detect()] {
+                    let mut y = x;
+                    isa.dispatch(Vector(which, &mut y));
+                    for (x, y) in x.iter().zip(y) {
+                        let expected = f(*x);
+                        let same = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
+                        assert!(same, "function {which} at {x}: {y} and {expected}");
+                    }
+                }
+            }
+        }
+    }
 }

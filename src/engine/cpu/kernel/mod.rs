@@ -5,6 +5,8 @@
 //! picks the lanes, once, as a value. Nothing here allocates while it computes: callers bring
 //! outputs and scratch.
 
+#![allow(clippy::needless_range_loop, reason = "lanes, tiles and rows are indices of several arrays at once")]
+
 pub mod attend;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -22,6 +24,8 @@ pub mod quant;
 pub mod rope;
 pub mod select;
 pub(crate) mod simd;
+#[cfg(test)]
+mod tests;
 pub mod vector;
 
 pub use isa::Isa;

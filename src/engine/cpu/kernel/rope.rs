@@ -51,7 +51,7 @@ fn ramp(dims: usize, base: f64, s: Stretch) -> (f32, f32) {
         |rotations: f64| dims as f64 * ln64(s.original / (2.0 * std::f64::consts::PI * rotations)) / (2.0 * ln64(base));
     let low = pair(s.beta_fast).floor().max(0.0);
     let high = pair(s.beta_slow).ceil().min(dims as f64 - 1.0);
-    let high = if high > low || high < low { high } else { high + 0.001 };
+    let high = if (high - low).abs() > 0.0 { high } else { high + 0.001 };
     (low as f32, high as f32)
 }
 

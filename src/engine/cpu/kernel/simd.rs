@@ -69,9 +69,10 @@ pub(crate) trait Simd: Real {
     fn load_e4m3(codes: &[u8; 16]) -> [Self; 2];
     /// Stores E4M3 codes of lanes that are 2^-8 times E4M3 values.
     fn store_e4m3(self, codes: &mut [u8; 8]);
-    /// E2M1 pairs of 16 rows, the first element in the low nibble, to **2^-8 times** their values:
-    /// first elements of rows 0–7 and 8–15, then second elements.
-    fn load_e2m1(pairs: &[u8; 16]) -> [Self; 4];
+    /// Two E2M1 pairs of 16 rows, the first element of a pair in the low nibble, to **2^-8 times**
+    /// their values: elements 0 to 3, each for rows 0–7 and 8–15. Pair p of row r is byte
+    /// [`e2m1_place`]`(p, r)`.
+    fn load_e2m1(pairs: &[u8; 32]) -> [Self; 8];
     /// bf16 pairs of 8 rows, the first element in the low half: first elements, second elements.
     fn load_bf16_pairs(pairs: &[u32; 8]) -> [Self; 2];
     /// Eight E8M0 codes but 255 to their values.
@@ -80,6 +81,11 @@ pub(crate) trait Simd: Real {
     fn transpose(rows: [Self; 8]) -> [Self; 8];
     /// Eight runs of four values: lane i of result e is element e of run i.
     fn load_runs4(x: &[f32; 32]) -> [Self; 4];
+}
+
+/// Where [`Simd::load_e2m1`] finds pair `p` of row `r`: in-lane unpacks then leave rows in order.
+pub(crate) const fn e2m1_place(p: usize, r: usize) -> usize {
+    r % 8 / 4 * 16 + p * 8 + r / 8 * 4 + r % 4
 }
 
 /// Sums of eight vectors over their lanes, each in the order of the xor butterfly 4, 2, 1: lane j

@@ -2,7 +2,7 @@
 
 use super::super::isa::Isa;
 use super::super::quant::QuantRows;
-use super::super::simd::Simd;
+use super::super::simd::{Simd, e2m1_place};
 use super::tile::{Packed, Place, Product, Visit};
 use super::{Out, PackError, TILE, check, check_shape};
 use crate::model::format::E8M0_NAN;
@@ -12,14 +12,18 @@ const RUN: usize = 32;
 /// Inputs to a scale of the activations.
 const BLOCK: usize = 128;
 
+/// One run of a tile.
+type Run = [[u8; 2 * TILE]; RUN / 4];
+
 /// A packed FP4 matrix.
 #[derive(Debug, Clone)]
 pub struct Fp4Matrix {
     n: usize,
     k: usize,
     visit: Visit,
-    /// `[tile][run in visiting order][pair of inputs][row]`, the even input in the low half.
-    codes: Vec<[[u8; TILE]; RUN / 2]>,
+    /// `[tile][run in visiting order][two pairs of inputs][row and pair]`, the even input in the low
+    /// half of a byte, bytes as [`e2m1_place`] says.
+    codes: Vec<Run>,
     /// `[tile][run in visiting order][row]`, E8M0.
     scales: Vec<[u8; TILE]>,
 }
@@ -47,13 +51,13 @@ impl Fp4Matrix {
         for tile in 0..n.div_ceil(TILE) {
             let rows = (n - tile * TILE).min(TILE);
             for run in visit.order() {
-                let mut block = [[0; TILE]; RUN / 2];
+                let mut block = [[0; 2 * TILE]; RUN / 4];
                 let mut scale = [127; TILE];
                 for row in 0..rows {
                     let r = tile * TILE + row;
                     let from = (r * k + run * RUN) / 2;
                     for (e, &pair) in codes[from..from + RUN / 2].iter().enumerate() {
-                        block[e][row] = pair;
+                        block[e / 2][e2m1_place(e % 2, row)] = pair;
                     }
                     scale[row] = scales[r * (k / RUN) + run];
                 }
@@ -95,8 +99,8 @@ impl Fp4Matrix {
 impl Packed for Fp4Matrix {
     const RUN: usize = RUN;
     const TILE: usize = TILE;
-    const PER_STEP: usize = 2;
-    type Run = [[u8; TILE]; RUN / 2];
+    const PER_STEP: usize = 4;
+    type Run = Run;
 
     #[inline(always)]
     fn outputs(&self) -> usize {
@@ -114,7 +118,7 @@ impl Packed for Fp4Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 4] {
+    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8] {
         V::load_e2m1(&run[step])
     }
 

@@ -134,10 +134,11 @@ impl Packed for Fp8Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 4] {
+    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8] {
         let [a, b] = V::load_e4m3(&run[2 * step]);
         let [c, d] = V::load_e4m3(&run[2 * step + 1]);
-        [a, b, c, d]
+        let none = V::splat(0.0);
+        [a, b, c, d, none, none, none, none]
     }
 
     #[inline(always)]

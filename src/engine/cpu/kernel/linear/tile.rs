@@ -48,7 +48,7 @@ pub(super) trait Packed {
     const RUN: usize;
     /// Output rows to a tile: eight for each vector.
     const TILE: usize;
-    /// Inputs that one [`Packed::decode`] gives; four vectors hold them for the whole tile.
+    /// Inputs that one [`Packed::decode`] gives, at most eight vectors for the whole tile.
     const PER_STEP: usize;
     /// One run of a tile.
     type Run;
@@ -60,7 +60,7 @@ pub(super) trait Packed {
     /// The runs of a tile in the order of storage.
     fn tile(&self, tile: usize) -> &[Self::Run];
     /// The weights of some inputs: vector `e · TILE/8 + h` holds input e of rows 8h to 8h + 7.
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 4];
+    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8];
     /// Adds the sum of a run, scaled, to its lane's accumulator.
     fn fold<V: Simd>(&self, place: Place, x_scales: &[f32], s: [V; 2], acc: [V; 2]) -> [V; 2];
 }
@@ -108,9 +108,9 @@ impl<P: Packed> Job for Product<'_, P> {
             let tiles = (end - tile).min(4);
             let mut row = 0;
             while row < self.x.rows {
-                // Even blocks of at most four rows: each decodes the weights once.
+                // Even blocks of at most five rows: each decodes the weights once.
                 let left = self.x.rows - row;
-                let rows = left.div_ceil(left.div_ceil(4));
+                let rows = left.div_ceil(left.div_ceil(5));
                 self.tiles::<V>(tile, tiles, row, rows);
                 row += rows;
             }
@@ -126,6 +126,8 @@ impl<P: Packed> Product<'_, P> {
         let mut t = 0;
         while t < tiles {
             let tile = first + t;
+            // A tile of one vector leaves registers for a second tile.
+            let thin = P::TILE == 8 && tiles - t >= 2;
             t += match (rows, tiles - t) {
                 (1, 4..) => self.block::<V, 4, 1>(tile, row),
                 (1, 3) => self.block::<V, 3, 1>(tile, row),
@@ -133,8 +135,12 @@ impl<P: Packed> Product<'_, P> {
                 (1, _) => self.block::<V, 1, 1>(tile, row),
                 (2, 2..) => self.block::<V, 2, 2>(tile, row),
                 (2, _) => self.block::<V, 1, 2>(tile, row),
+                (3, _) if thin => self.block::<V, 2, 3>(tile, row),
                 (3, _) => self.block::<V, 1, 3>(tile, row),
-                (_, _) => self.block::<V, 1, 4>(tile, row),
+                (4, _) if thin => self.block::<V, 2, 4>(tile, row),
+                (4, _) => self.block::<V, 1, 4>(tile, row),
+                (_, _) if thin => self.block::<V, 2, 5>(tile, row),
+                (_, _) => self.block::<V, 1, 5>(tile, row),
             };
         }
     }
