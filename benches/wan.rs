@@ -32,10 +32,12 @@ fn local() -> SocketAddr {
 fn socket() -> UdpSocket {
     let socket = UdpSocket::bind(local()).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 4 << 20).unwrap();
     socket
 }
 
 /// What packets go through.
+#[derive(Debug)]
 enum Way {
     Direct,
     Thread(ProxyHandle),
@@ -94,8 +96,11 @@ fn turn(way: &Way, target: &UdpSocket, delay: Duration) -> Vec<Duration> {
         let heard = scope.spawn(|| {
             let mut buffer = [0; 2_048];
             let mut heard = vec![None; PACKETS];
-            for _ in 0..PACKETS {
-                target.recv(&mut buffer).unwrap();
+            for at in 0..PACKETS {
+                target.recv(&mut buffer).unwrap_or_else(|error| {
+                    let stats = if let Way::Thread(proxy) = way { Some(proxy.stats()) } else { None };
+                    panic!("{error}: packet {at} of {way:?} {stats:?}")
+                });
                 heard[usize::from(u16::from_le_bytes([buffer[0], buffer[1]]))] = Some(now());
             }
             heard

@@ -98,7 +98,7 @@ pub(super) fn read(text: &str, units: Units) -> Option<u64> {
 
 /// Writes a number with the largest unit that it is a multiple of.
 pub(super) fn write(value: u64, units: Units) -> String {
-    let fits = |&&(_, unit): &&(&str, u64)| value >= unit && value % unit == 0;
+    let fits = |&&(_, unit): &&(&str, u64)| value >= unit && value.is_multiple_of(unit);
     let &(name, unit) = units.iter().rev().find(fits).unwrap_or(&units[0]);
     format!("{}{name}", value / unit)
 }
