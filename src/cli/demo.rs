@@ -6,6 +6,7 @@
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -13,16 +14,18 @@ use serde_json::{Value, json};
 use crate::api::text::Vocabulary;
 use crate::cli::answer::Answer;
 use crate::cli::client::{Client, ClientError};
-use crate::cli::console::{self, Failure};
+use crate::cli::console::{self, Failure, Signals};
 use crate::cli::ids::read_ids;
-use crate::cli::ring::{LocalRing, LocalRingOptions};
+use crate::cli::ring::{LocalRing, LocalRingOptions, LocalStage, interrupted, with_ring};
 use crate::cli::screen::Screen;
 use crate::cli::tiling::{tile, tile_plain};
-use crate::engine::cpu::{CpuEngine, CpuSettings};
+use crate::coordinator::job::SubmitError;
+use crate::engine::cpu::{CpuEngine, CpuSettings, DEFAULT_CONTEXT};
 use crate::engine::solo;
 use crate::ids::{LayerRange, TokenId, WireEncoding};
-use crate::model::Checkpoint;
+use crate::model::{Checkpoint, ModelConfig};
 use crate::proto::control::Sampling;
+use crate::wan::{PathStats, ProxyHandle, WanSettings};
 
 /// The built-in prompt.
 const PROMPT: &str = "It was a truth universally known in the neighbourhood, that";
@@ -87,6 +90,10 @@ pub struct DemoArgs {
     /// Threads of each stage's engine
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub threads: usize,
+    /// Put every hop behind an emulated network, such as rtt=40ms,loss=0.1%,rate=50mbit; each hop
+    /// has it to itself
+    #[arg(long, value_name = "SETTINGS")]
+    pub wan: Option<WanSettings>,
     /// One JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -98,26 +105,24 @@ pub fn run(args: &DemoArgs) -> ExitCode {
 }
 
 fn start(args: &DemoArgs) -> Result<(), Failure> {
-    let demo = Demo::prepare(args)?;
+    let demo = Arc::new(Demo::prepare(args.clone())?);
     let runtime = console::runtime()?;
-    runtime.block_on(async {
-        tokio::select! {
-            done = demo.run() => done,
-            () = console::signalled() => Err(Failure::new("interrupted", "stopped by a signal; every process was stopped")),
-        }
-    })
+    let done = runtime.block_on(demo.run());
+    // Whatever still computes or reads after a signal is not waited for.
+    runtime.shutdown_background();
+    done
 }
 
-struct Demo<'a> {
-    args: &'a DemoArgs,
+struct Demo {
+    args: DemoArgs,
     checkpoint: Checkpoint,
     prompt: Vec<TokenId>,
     cut: Vec<LayerRange>,
 }
 
-impl<'a> Demo<'a> {
+impl Demo {
     /// Refuses what can't work before a process is started.
-    fn prepare(args: &'a DemoArgs) -> Result<Self, Failure> {
+    fn prepare(args: DemoArgs) -> Result<Self, Failure> {
         let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
         let config = checkpoint.config();
         let prompt = match &args.prompt_ids {
@@ -128,12 +133,7 @@ impl<'a> Demo<'a> {
                 text.encode(args.prompt.as_deref().unwrap_or(PROMPT)).map_err(Failure::of("prompt"))?
             }
         };
-        if prompt.is_empty() {
-            return Err(Failure::new("prompt", "the prompt is empty, expected at least one token"));
-        }
-        if args.max_new == 0 {
-            return Err(Failure::new("config", "--max-new 0: expected at least 1"));
-        }
+        check(&args, &prompt, config)?;
         let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
         let cut = match args.mode {
             DemoMode::Plain => tile_plain(config.layers, args.stages, taps),
@@ -146,8 +146,8 @@ impl<'a> Demo<'a> {
         Ok(Self { args, prompt, cut, checkpoint })
     }
 
-    async fn run(&self) -> Result<(), Failure> {
-        let args = self.args;
+    async fn run(self: &Arc<Self>) -> Result<(), Failure> {
+        let args = &self.args;
         let options = LocalRingOptions {
             model: args.model.clone(),
             cut: self.cut.clone(),
@@ -155,21 +155,27 @@ impl<'a> Demo<'a> {
             in_flight: args.in_flight,
             drafts: args.drafts,
             threads: args.threads,
+            wan: args.wan.clone(),
+            seed: args.seed,
         };
-        let ring = LocalRing::start(&options).await?;
-        self.introduce(&ring);
-        let result = self.ask(&ring).await;
-        let stages: Vec<Value> = ring
-            .stages
-            .iter()
-            .map(|stage| json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() }))
-            .collect();
-        ring.stop().await;
-        let answer = result?;
-        let reference = self.reference()?;
+        let mut signals = Signals::new()?;
+        let work = async |ring: &LocalRing| {
+            self.introduce(ring);
+            let answer = self.ask(ring).await?;
+            let stages: Vec<Value> = ring.stages.iter().map(stage_json).collect();
+            Ok((answer, stages, args.wan.as_ref().map(|wan| path_row(wan, &ring.stages))))
+        };
+        let (answer, stages, path) = with_ring(&options, &mut signals, work).await?;
+        let demo = Arc::clone(self);
+        let reference = tokio::select! {
+            reference = tokio::task::spawn_blocking(move || demo.reference()) => {
+                reference.map_err(Failure::of("reference"))??
+            }
+            () = signals.next() => return Err(interrupted()),
+        };
         let ids = answer.ids()?;
         let equal = reference == ids;
-        self.report(&answer, equal, &reference);
+        self.report(&answer, path, equal, &reference);
         if args.json {
             console::line(&self.json(&answer, equal, &stages).to_string());
         }
@@ -181,19 +187,19 @@ impl<'a> Demo<'a> {
             let pid = stage.child.pid().map_or_else(|| "-".to_owned(), |pid| pid.to_string());
             console::note(&format!("stage {:>5}  pid {pid:>7}  {}", stage.range.to_string(), stage.peer));
         }
-        console::note(&format!("coordinator at {}\n", ring.url));
+        console::note(&format!("coordinator at {}\n", ring.url()));
     }
 
     /// Streams the text to the terminal as it comes.
     async fn ask(&self, ring: &LocalRing) -> Result<Answer, Failure> {
-        let args = self.args;
+        let args = &self.args;
         let ids: Vec<u32> = self.prompt.iter().map(|id| id.0).collect();
         let body = json!({
             "prompt": ids, "max_tokens": args.max_new, "temperature": args.temperature, "top_p": 1.0,
             "seed": args.seed, "mode": args.mode.name(), "wire": args.wire.to_string(),
             "return_token_ids": true, "stream": true, "stream_options": { "include_usage": true },
         });
-        let (client, max_new) = (Client::new(&ring.url), u64::from(args.max_new));
+        let (client, max_new) = (Client::new(ring.url()), u64::from(args.max_new));
         let streaming = tokio::task::spawn_blocking(move || {
             let mut out = std::io::stdout();
             let terminal = out.is_terminal();
@@ -211,7 +217,7 @@ impl<'a> Demo<'a> {
 
     /// The same request undrafted, in this process, with the same boundaries emulated.
     fn reference(&self) -> Result<Vec<TokenId>, Failure> {
-        let args = self.args;
+        let args = &self.args;
         let settings = CpuSettings { threads: args.threads.max(1), ..CpuSettings::default() };
         let mut engine = CpuEngine::new(&self.checkpoint, self.checkpoint.all_layers(), &settings)
             .map_err(Failure::of("reference"))?;
@@ -232,11 +238,12 @@ impl<'a> Demo<'a> {
         object["reference_equal"] = json!(equal);
         object["mode"] = json!(self.args.mode.name());
         object["wire"] = json!(self.args.wire);
+        object["wan"] = json!(self.args.wan.as_ref().map(ToString::to_string));
         object["stages"] = json!(stages);
         object
     }
 
-    fn report(&self, answer: &Answer, equal: bool, reference: &[TokenId]) {
+    fn report(&self, answer: &Answer, path: Option<String>, equal: bool, reference: &[TokenId]) {
         let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
         let list = |name: &str| {
             let values = answer.measured.get(name).and_then(Value::as_array);
@@ -262,12 +269,60 @@ impl<'a> Demo<'a> {
             ),
         ];
         let mut table = String::from("\n");
-        for (name, value) in rows {
+        for (name, value) in path.map(|path| ("emulated path of every hop", path)).into_iter().chain(rows) {
             table += &format!("{name:<38} {value}\n");
         }
         let mut out = std::io::stdout().lock();
         let _ = write!(out, "{table}").and_then(|()| out.flush());
     }
+}
+
+/// Refuses what a ring of this model would refuse.
+fn check(args: &DemoArgs, prompt: &[TokenId], config: &ModelConfig) -> Result<(), Failure> {
+    let tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+    let context = config.max_positions.min(DEFAULT_CONTEXT);
+    if prompt.is_empty() {
+        return Err(Failure::new("prompt", "the prompt is empty, expected at least one token"));
+    }
+    if let Some(id) = prompt.iter().find(|id| usize::try_from(id.0).map_or(true, |id| id >= config.vocab)) {
+        let last = config.vocab.saturating_sub(1);
+        return Err(Failure::new("prompt", format!("the prompt has token id {id}, expected 0 to {last}")));
+    }
+    if args.max_new == 0 {
+        return Err(Failure::new("config", "--max-new 0: expected at least 1"));
+    }
+    if tokens.saturating_add(args.max_new) > context {
+        let error = SubmitError::TooLong { prompt: tokens, max_new: args.max_new, context };
+        return Err(Failure::new("config", error));
+    }
+    if !(0.0..=2.0).contains(&args.temperature) {
+        return Err(Failure::new("config", format!("--temperature {}: expected 0 to 2", args.temperature)));
+    }
+    Ok(())
+}
+
+fn stage_json(stage: &LocalStage) -> Value {
+    let mut object = json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() });
+    if let Some(wan) = &stage.wan {
+        object["wan"] = json!(wan.stats());
+    }
+    object
+}
+
+/// What the emulated network is, and what it did to the packets of all hops.
+fn path_row(wan: &WanSettings, stages: &[LocalStage]) -> String {
+    let (mut sum, mut machine) = (PathStats::default(), 0);
+    for stats in stages.iter().filter_map(|stage| stage.wan.as_ref()).map(ProxyHandle::stats) {
+        sum += stats.inward;
+        sum += stats.outward;
+        machine += stats.inward.overflowed + stats.outward.overflowed + stats.unsent + stats.overrun.unwrap_or(0);
+    }
+    let mut row =
+        format!("{wan} ({} packets, {} lost, {} found a full queue)", sum.entered, sum.lost, sum.queue_dropped);
+    if machine > 0 {
+        row += &format!("; this machine is too busy for it: it dropped {machine} packets of its own");
+    }
+    row
 }
 
 fn first_difference(got: &[TokenId], reference: &[TokenId]) -> String {

@@ -42,6 +42,14 @@ pub enum ServeError {
         /// Its words.
         reason: String,
     },
+    /// What answers where it was told to dial is not its coordinator.
+    #[error("the coordinator {peer} does not fit: {reason}")]
+    Unfit {
+        /// Who.
+        peer: PeerId,
+        /// What was expected, what came.
+        reason: String,
+    },
     /// The engine's thread can't be started, or has ended by itself.
     #[error("the engine's thread ended: {why}")]
     Worker {
@@ -123,6 +131,7 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
         draining: None,
         max_sessions: settings.max_sessions,
         encodings: settings.encodings.clone(),
+        announce: settings.announce.clone(),
         observer,
         link,
     };
@@ -155,6 +164,7 @@ struct Shell {
     draining: Option<Instant>,
     max_sessions: u32,
     encodings: Vec<WireEncoding>,
+    announce: Vec<Multiaddr>,
     observer: Option<mpsc::Sender<StageEvent>>,
 }
 
@@ -265,16 +275,27 @@ impl Shell {
                 return Ok(());
             }
         };
+        let greeted = self.greeter.is_greeted(peer);
         match self.greeter.handle_control(peer, message) {
             Greeting::Up(hello) => {
                 self.roles.insert(peer, hello.role);
                 if self.is_dialled_coordinator(peer) {
+                    if hello.role == Role::Stage {
+                        let reason = "expected a coordinator at --coordinator, a stage answered".to_owned();
+                        return Err(ServeError::Unfit { peer, reason });
+                    }
                     self.observe(StageEvent::Coordinator { peer: peer.to_string(), connected: true });
                 }
                 self.membership.handle_greeted(peer, hello.role, clock::now());
             }
             Greeting::Pass(message) => self.handle_message(peer, message),
-            Greeting::Refuse { reason } => self.refuse(peer, reason),
+            Greeting::Refuse { reason } => {
+                self.refuse(peer, reason.clone());
+                // A hello that does not fit is the same at the next dial.
+                if !greeted && self.is_dialled_coordinator(peer) {
+                    return Err(ServeError::Unfit { peer, reason });
+                }
+            }
             Greeting::RefusedBy { reason } => {
                 tracing::warn!(%peer, %reason, "refused");
                 self.link.disconnect(peer, &reason);
@@ -411,6 +432,7 @@ impl Shell {
     }
 
     fn offer(&self) -> Offer {
+        let listened = if self.announce.is_empty() { self.link.addresses() } else { Vec::new() };
         Offer {
             range: self.facts.range,
             device: self.facts.device.clone(),
@@ -418,7 +440,7 @@ impl Shell {
             max_context: self.facts.max_context,
             max_sessions: self.max_sessions,
             encodings: self.encodings.clone(),
-            addresses: self.link.addresses().iter().map(Multiaddr::to_string).collect(),
+            addresses: self.announce.iter().chain(&listened).map(Multiaddr::to_string).collect(),
             pid: std::process::id(),
             view: self.membership.view(),
         }

@@ -7,16 +7,16 @@ use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_EQ_OQ, _CMP_LT_OQ, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
     _mm_and_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128, _mm_packus_epi16, _mm_set1_epi16, _mm_setr_epi8,
     _mm_srli_epi16, _mm_storel_epi64, _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps,
-    _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps, _mm256_broadcastsi128_si256, _mm256_castps_si256,
-    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi16, _mm256_cvtepi32_ps,
-    _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_div_ps,
-    _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps,
-    _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_permute2f128_ps,
-    _mm256_permute4x64_epi64, _mm256_round_ps, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_setzero_si256, _mm256_shuffle_epi8, _mm256_shuffle_ps, _mm256_slli_epi16, _mm256_slli_epi32, _mm256_sqrt_ps,
-    _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps,
-    _mm256_unpackhi_epi8, _mm256_unpackhi_epi16, _mm256_unpackhi_ps, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16,
-    _mm256_unpacklo_ps,
+    _mm256_and_si256, _mm256_andnot_ps, _mm256_andnot_si256, _mm256_blendv_epi8, _mm256_blendv_ps,
+    _mm256_broadcastsi128_si256, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+    _mm256_cmpeq_epi8, _mm256_cvtepi8_epi16, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_cvtps_ph, _mm256_div_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epi32, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps,
+    _mm256_or_si256, _mm256_packus_epi32, _mm256_permute2f128_ps, _mm256_permute4x64_epi64, _mm256_round_ps,
+    _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_shuffle_epi8,
+    _mm256_shuffle_ps, _mm256_slli_epi16, _mm256_slli_epi32, _mm256_sqrt_ps, _mm256_srli_epi16, _mm256_srli_epi32,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi32, _mm256_sub_ps, _mm256_unpackhi_epi8,
+    _mm256_unpackhi_epi16, _mm256_unpackhi_ps, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16, _mm256_unpacklo_ps,
 };
 
 use half::bf16;
@@ -194,6 +194,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_swapped<const PLAIN: bool>(codes: &[u8; 32]) -> [Self; 4] {
+        wide!(load_swapped::<PLAIN>(codes))
+    }
+
+    #[inline(always)]
     fn store_e4m3(self, codes: &mut [u8; 8]) {
         wide!(store_e4m3(self.0, codes));
     }
@@ -336,6 +341,45 @@ fn load_e4m3(codes: &[u8; 16]) -> [__m256; 2] {
     let halves = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
     let halves = _mm256_and_si256(halves, _mm256_set1_epi16(0xbf80_u16 as i16));
     [_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves))]
+}
+
+/// Swapped E4M3 codes to bf16 by bytes: the low four bits (sign and upper exponent) give the high
+/// byte by a table, the high four (last exponent bit and mantissa) are the low byte. Below 2^-5
+/// codes are multiples of 2^-9, and both bytes come from tables by the high four bits.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load_swapped<const PLAIN: bool>(codes: &[u8; 32]) -> [Avx2; 4] {
+    // SAFETY: 32 readable bytes; the load takes any alignment.
+    let bytes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast::<__m256i>()) };
+    let nibble = _mm256_set1_epi8(15);
+    let table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        0x38, 0x39, 0x3a, 0x3b, 0x3c, 0x3d, 0x3e, 0x3f, -0x48, -0x47, -0x46, -0x45, -0x44, -0x43, -0x42, -0x41,
+    ));
+    let mut high = _mm256_shuffle_epi8(table, _mm256_and_si256(bytes, nibble));
+    let mut low = _mm256_andnot_si256(nibble, bytes);
+    if !PLAIN {
+        // n · 2^-17 for n from 0 to 15, without its sign.
+        let tiny_high = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+            0x00, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38,
+        ));
+        let tiny_low = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+            0x00, 0x00, -0x80, -0x40, 0x00, 0x20, 0x40, 0x60, -0x80, -0x70, -0x60, -0x50, -0x40, -0x30, -0x20, -0x10,
+        ));
+        let n = _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), nibble);
+        let exponent = _mm256_and_si256(bytes, _mm256_set1_epi8(7));
+        let tiny = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+        let sign = _mm256_and_si256(high, _mm256_set1_epi8(-0x80));
+        high = _mm256_blendv_epi8(high, _mm256_or_si256(sign, _mm256_shuffle_epi8(tiny_high, n)), tiny);
+        low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(tiny_low, n), tiny);
+    }
+    let (first, second) = (_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
+    let zero = _mm256_setzero_si256();
+    [
+        Avx2(_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, first))),
+        Avx2(_mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, first))),
+        Avx2(_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, second))),
+        Avx2(_mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, second))),
+    ]
 }
 
 /// The reverse of [`load_e4m3`]: the halves are exact, so their fields are the code's.

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::simd::{Real, Simd, e2m1_place};
+use super::simd::{Real, Simd, unpacked_place};
 use crate::model::format::{E2M1_SCALED, E4M3_SCALED, e4m3_encode};
 
 /// `N` fp32 lanes.
@@ -210,6 +210,18 @@ impl Simd for Lanes<8> {
     }
 
     #[inline(always)]
+    fn load_swapped<const PLAIN: bool>(codes: &[u8; 32]) -> [Self; 4] {
+        let mut out = [Self([0.0; 8]); 4];
+        for e in 0..2 {
+            for r in 0..16 {
+                let code = codes[unpacked_place(e, r)].rotate_left(4);
+                out[2 * e + r / 8].0[r % 8] = E4M3_SCALED[usize::from(code)];
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
     fn store_e4m3(self, codes: &mut [u8; 8]) {
         for i in 0..8 {
             codes[i] = e4m3_encode(self.0[i] * 256.0);
@@ -221,7 +233,7 @@ impl Simd for Lanes<8> {
         let mut out = [Self([0.0; 8]); 8];
         for p in 0..2 {
             for r in 0..16 {
-                let pair = pairs[e2m1_place(p, r)];
+                let pair = pairs[unpacked_place(p, r)];
                 out[4 * p + r / 8].0[r % 8] = E2M1_SCALED[usize::from(pair & 15)];
                 out[4 * p + 2 + r / 8].0[r % 8] = E2M1_SCALED[usize::from(pair >> 4)];
             }

@@ -67,11 +67,15 @@ pub(crate) trait Simd: Real {
     fn store_pairs(pairs: [Self; 2], out: &mut [bf16; 16]);
     /// Two times eight E4M3 codes to **2^-8 times** their values, exactly. NaN codes give ±1.875.
     fn load_e4m3(codes: &[u8; 16]) -> [Self; 2];
+    /// Two elements of 16 rows of E4M3 codes with their halves swapped, to **2^-8 times** their
+    /// values: elements 0 and 1, each for rows 0–7 and 8–15. Element e of row r is byte
+    /// [`unpacked_place`]`(e, r)`. `PLAIN` promises that no code is zero or subnormal.
+    fn load_swapped<const PLAIN: bool>(codes: &[u8; 32]) -> [Self; 4];
     /// Stores E4M3 codes of lanes that are 2^-8 times E4M3 values.
     fn store_e4m3(self, codes: &mut [u8; 8]);
     /// Two E2M1 pairs of 16 rows, the first element of a pair in the low nibble, to **2^-8 times**
     /// their values: elements 0 to 3, each for rows 0–7 and 8–15. Pair p of row r is byte
-    /// [`e2m1_place`]`(p, r)`.
+    /// [`unpacked_place`]`(p, r)`.
     fn load_e2m1(pairs: &[u8; 32]) -> [Self; 8];
     /// bf16 pairs of 8 rows, the first element in the low half: first elements, second elements.
     fn load_bf16_pairs(pairs: &[u32; 8]) -> [Self; 2];
@@ -83,9 +87,10 @@ pub(crate) trait Simd: Real {
     fn load_runs4(x: &[f32; 32]) -> [Self; 4];
 }
 
-/// Where [`Simd::load_e2m1`] finds pair `p` of row `r`: in-lane unpacks then leave rows in order.
-pub(crate) const fn e2m1_place(p: usize, r: usize) -> usize {
-    r % 8 / 4 * 16 + p * 8 + r / 8 * 4 + r % 4
+/// Where [`Simd::load_e2m1`] and [`Simd::load_swapped`] find byte `b` (0 or 1) of row `r` (of 16):
+/// unpacking bytes to words to double words within half registers then leaves rows in order.
+pub(crate) const fn unpacked_place(b: usize, r: usize) -> usize {
+    r % 8 / 4 * 16 + b * 8 + r / 8 * 4 + r % 4
 }
 
 /// Sums of eight vectors over their lanes, each in the order of the xor butterfly 4, 2, 1: lane j

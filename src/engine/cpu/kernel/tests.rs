@@ -189,12 +189,12 @@ fn streams_are_mixed_in_the_written_order() {
         hyper::mean(isa, &h, &mut mean);
         hyper::expand(isa, &y, &mut next, &mix);
         for d in 0..dim {
-            let sum = (0..hc).fold(0.0, |s, j| mix.pre[j].mul_add(at(j, d), s));
+            let sum = (0..hc).fold(0.0, |s, j| s + mix.pre[j] * at(j, d));
             assert_eq!(low[d].to_f32(), bf(sum));
             assert_eq!(mean[d].to_f32(), bf((((at(0, d) + at(1, d)) + at(2, d)) + at(3, d)) / 4.0));
             for k in 0..hc {
-                let sum = (0..hc).fold(0.0, |s, j| mix.comb[j][k].mul_add(at(j, d), s));
-                assert_eq!(next[k * dim + d].to_f32(), bf(mix.post[k].mul_add(y[d].to_f32(), sum)));
+                let sum = (0..hc).fold(0.0, |s, j| s + mix.comb[j][k] * at(j, d));
+                assert_eq!(next[k * dim + d].to_f32(), bf(mix.post[k] * y[d].to_f32() + sum));
             }
         }
     }

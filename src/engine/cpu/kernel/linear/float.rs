@@ -141,7 +141,7 @@ impl Packed for Bf16Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8] {
+    fn decode<V: Simd, const PLAIN: bool>(run: &Self::Run, step: usize) -> [V; 8] {
         let (eights, _) = run[step].as_chunks::<8>();
         let [a, c] = V::load_bf16_pairs(&eights[0]);
         let [b, d] = V::load_bf16_pairs(&eights[1]);
@@ -245,7 +245,7 @@ impl Packed for F32Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, _step: usize) -> [V; 8] {
+    fn decode<V: Simd, const PLAIN: bool>(run: &Self::Run, _step: usize) -> [V; 8] {
         let none = V::splat(0.0);
         [V::load(&run[0]), V::load(&run[1]), V::load(&run[2]), V::load(&run[3]), none, none, none, none]
     }

@@ -2,7 +2,7 @@
 
 use super::super::isa::Isa;
 use super::super::quant::QuantRows;
-use super::super::simd::{Simd, e2m1_place};
+use super::super::simd::{Simd, unpacked_place};
 use super::tile::{Packed, Place, Product, Visit};
 use super::{Out, PackError, TILE, check, check_shape};
 use crate::model::format::E8M0_NAN;
@@ -22,7 +22,7 @@ pub struct Fp4Matrix {
     k: usize,
     visit: Visit,
     /// `[tile][run in visiting order][two pairs of inputs][row and pair]`, the even input in the low
-    /// half of a byte, bytes as [`e2m1_place`] says.
+    /// half of a byte, bytes as [`unpacked_place`] says.
     codes: Vec<Run>,
     /// `[tile][run in visiting order][row]`, E8M0.
     scales: Vec<[u8; TILE]>,
@@ -57,7 +57,7 @@ impl Fp4Matrix {
                     let r = tile * TILE + row;
                     let from = (r * k + run * RUN) / 2;
                     for (e, &pair) in codes[from..from + RUN / 2].iter().enumerate() {
-                        block[e / 2][e2m1_place(e % 2, row)] = pair;
+                        block[e / 2][unpacked_place(e % 2, row)] = pair;
                     }
                     scale[row] = scales[r * (k / RUN) + run];
                 }
@@ -118,7 +118,7 @@ impl Packed for Fp4Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8] {
+    fn decode<V: Simd, const PLAIN: bool>(run: &Self::Run, step: usize) -> [V; 8] {
         V::load_e2m1(&run[step])
     }
 

@@ -2,7 +2,7 @@
 
 use super::super::isa::Isa;
 use super::super::quant::QuantRows;
-use super::super::simd::Simd;
+use super::super::simd::{Simd, unpacked_place};
 use super::tile::{Inputs, Packed, Place, Product, Visit};
 use super::{Out, PackError, TILE, check, check_shape};
 use crate::model::format::{E8M0_NAN, e4m3_decode, e8m0_decode};
@@ -12,14 +12,21 @@ const RUN: usize = 16;
 /// Rows and inputs to a scale.
 const BLOCK: usize = 128;
 
+/// One run of a tile.
+type Run = [[u8; 2 * TILE]; RUN / 2];
+
 /// A packed FP8 matrix.
 #[derive(Debug, Clone)]
 pub struct Fp8Matrix {
     n: usize,
     k: usize,
     visit: Visit,
-    /// `[tile][run in visiting order][input][row]`.
-    codes: Vec<[[u8; TILE]; RUN]>,
+    /// `[tile][run in visiting order][two inputs][row and input]`: codes with their halves swapped,
+    /// bytes as [`unpacked_place`] says.
+    codes: Vec<Run>,
+    /// Of every run of a tile, whether none of its codes is zero or subnormal: most are so, and
+    /// decode faster.
+    plain: Vec<bool>,
     /// `[n/128][k/128]`.
     scales: Vec<f32>,
 }
@@ -45,21 +52,25 @@ impl Fp8Matrix {
             return Err(PackError::Nan { what: "scale", index });
         }
         let visit = Visit::new(k / RUN);
-        let mut packed = Vec::with_capacity(n.div_ceil(TILE) * visit.runs());
+        let size = n.div_ceil(TILE) * visit.runs();
+        let (mut packed, mut plain) = (Vec::with_capacity(size), Vec::with_capacity(size));
         for tile in 0..n.div_ceil(TILE) {
             let rows = (n - tile * TILE).min(TILE);
             for run in visit.order() {
-                let mut block = [[0; TILE]; RUN];
+                let mut block = [[0x83; 2 * TILE]; RUN / 2];
+                let mut none = true;
                 for row in 0..rows {
                     let from = (tile * TILE + row) * k + run * RUN;
                     for (e, &code) in codes[from..from + RUN].iter().enumerate() {
-                        block[e][row] = code;
+                        block[e / 2][unpacked_place(e % 2, row)] = code.rotate_left(4);
+                        none &= code & 0x7f >= 8;
                     }
                 }
                 packed.push(block);
+                plain.push(none);
             }
         }
-        Ok(Self { n, k, visit, codes: packed, scales: scales.iter().map(|&s| e8m0_decode(s)).collect() })
+        Ok(Self { n, k, visit, codes: packed, plain, scales: scales.iter().map(|&s| e8m0_decode(s)).collect() })
     }
 
     /// Output rows.
@@ -77,7 +88,7 @@ impl Fp8Matrix {
     /// Resident bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.codes.len() * TILE * RUN + self.scales.len() * 4
+        self.codes.len() * (TILE * RUN + 1) + self.scales.len() * 4
     }
 
     /// Multiplies quantized rows: `out[m, n] = Σ_k x[m, k] · w[n, k]`, for the columns of `out`.
@@ -116,7 +127,7 @@ impl Packed for Fp8Matrix {
     const RUN: usize = RUN;
     const TILE: usize = TILE;
     const PER_STEP: usize = 2;
-    type Run = [[u8; TILE]; RUN];
+    type Run = Run;
 
     #[inline(always)]
     fn outputs(&self) -> usize {
@@ -134,9 +145,13 @@ impl Packed for Fp8Matrix {
     }
 
     #[inline(always)]
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8] {
-        let [a, b] = V::load_e4m3(&run[2 * step]);
-        let [c, d] = V::load_e4m3(&run[2 * step + 1]);
+    fn plain(&self, tile: usize, at: usize) -> bool {
+        self.plain[tile * self.visit.runs() + at]
+    }
+
+    #[inline(always)]
+    fn decode<V: Simd, const PLAIN: bool>(run: &Self::Run, step: usize) -> [V; 8] {
+        let [a, b, c, d] = V::load_swapped::<PLAIN>(&run[step]);
         let none = V::splat(0.0);
         [a, b, c, d, none, none, none, none]
     }

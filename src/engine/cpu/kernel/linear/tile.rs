@@ -60,7 +60,14 @@ pub(super) trait Packed {
     /// The runs of a tile in the order of storage.
     fn tile(&self, tile: usize) -> &[Self::Run];
     /// The weights of some inputs: vector `e · TILE/8 + h` holds input e of rows 8h to 8h + 7.
-    fn decode<V: Simd>(run: &Self::Run, step: usize) -> [V; 8];
+    ///
+    /// `PLAIN` is what [`Packed::plain`] said of the run.
+    fn decode<V: Simd, const PLAIN: bool>(run: &Self::Run, step: usize) -> [V; 8];
+    /// Whether run number `at` of a tile takes the shorter way to decode.
+    #[inline(always)]
+    fn plain(&self, _tile: usize, _at: usize) -> bool {
+        true
+    }
     /// Adds the sum of a run, scaled, to its lane's accumulator.
     fn fold<V: Simd>(&self, place: Place, x_scales: &[f32], s: [V; 2], acc: [V; 2]) -> [V; 2];
 }
@@ -192,7 +199,15 @@ fn sums<P: Packed, V: Simd, const T: usize, const M: usize>(
         let mut acc = [[[zero; 2]; M]; T];
         let mut run = visit.lane(v);
         while run < visit.runs {
-            let s = run_sums::<P, V, T, M>(tiles, at, x, run);
+            let mut plain = true;
+            for t in 0..T {
+                plain &= matrix.plain(first + t, at);
+            }
+            let s = if plain {
+                run_sums::<P, V, T, M, true>(tiles, at, x, run)
+            } else {
+                run_sums::<P, V, T, M, false>(tiles, at, x, run)
+            };
             for t in 0..T {
                 for m in 0..M {
                     let place = Place { tile: first + t, run, at };
@@ -221,7 +236,7 @@ fn sums<P: Packed, V: Simd, const T: usize, const M: usize>(
 
 /// Step 2: one run of `T` tiles for `M` rows.
 #[inline(always)]
-fn run_sums<P: Packed, V: Simd, const T: usize, const M: usize>(
+fn run_sums<P: Packed, V: Simd, const T: usize, const M: usize, const PLAIN: bool>(
     tiles: [&[P::Run]; T],
     at: usize,
     x: [&[f32]; M],
@@ -235,7 +250,7 @@ fn run_sums<P: Packed, V: Simd, const T: usize, const M: usize>(
     let mut s = [[[V::splat(0.0); 2]; M]; T];
     for step in 0..P::RUN / P::PER_STEP {
         for t in 0..T {
-            let w = P::decode::<V>(&tiles[t][at], step);
+            let w = P::decode::<V, PLAIN>(&tiles[t][at], step);
             for m in 0..M {
                 for e in 0..P::PER_STEP {
                     let xe = V::splat(xr[m][step * P::PER_STEP + e]);
