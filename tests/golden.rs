@@ -1,5 +1,10 @@
 //! The engine against vectors that the official code computed on the same checkpoint, within the
 //! bounds of `tests/golden/README.md` (what a legal reordering of sums does).
+//!
+//! `cargo test --test golden -- --nocapture` prints what was measured.
+
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+#![allow(clippy::print_stdout, reason = "the distances are worth reading")]
 
 #[path = "golden/layers.rs"]
 mod layers;

@@ -1,6 +1,8 @@
 //! A checkpoint is refused by arithmetic, before anything is allocated by what it claims, with
 //! messages that name the file or tensor, both values and what to do.
 
+#![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,6 +10,7 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use ringfence::ids::LayerRange;
 use ringfence::model::checkpoint::parse_index;
+use ringfence::model::layout::Kind;
 use ringfence::model::shard::ShardHeader;
 use ringfence::model::{Checkpoint, ModelConfig, ModelError};
 use serde_json::{Value, json};
@@ -111,12 +114,12 @@ fn every_range_reads_no_more_than_its_own_tensors() {
             for spec in checkpoint.tensors(range) {
                 let short = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
                 match spec.kind {
-                    ringfence::model::layout::Kind::Fp8 => drop(weights.fp8(short).unwrap()),
-                    ringfence::model::layout::Kind::Fp4 => drop(weights.fp4(short).unwrap()),
-                    ringfence::model::layout::Kind::Bf16 => drop(weights.bf16(short).unwrap()),
-                    ringfence::model::layout::Kind::F32 => drop(weights.f32(&spec.name).unwrap()),
-                    ringfence::model::layout::Kind::Ids => drop(weights.expert_ids(&spec.name).unwrap()),
-                    _ => {}
+                    Kind::Fp8 => drop(weights.fp8(short).unwrap()),
+                    Kind::Fp4 => drop(weights.fp4(short).unwrap()),
+                    Kind::Bf16 => drop(weights.bf16(short).unwrap()),
+                    Kind::F32 => drop(weights.f32(&spec.name).unwrap()),
+                    Kind::Ids => drop(weights.expert_ids(&spec.name).unwrap()),
+                    Kind::Fp8Scale | Kind::Fp4Scale => {}
                 }
             }
             let stored = checkpoint.stored_bytes(range).unwrap();
@@ -305,7 +308,8 @@ fn spoiled_shards_are_refused() {
         assert_names(&copy.refusal("2:4"), &[&name, "header", &claim.to_string(), &(64u64 << 20).to_string()]);
     }
     let tensor = "layers.2.attn.wkv.weight";
-    let cases: &[(&dyn Fn(&mut Value), &[&str])] = &[
+    type Case<'a> = (&'a dyn Fn(&mut Value), &'a [&'a str]);
+    let cases: &[Case<'_>] = &[
         (&|h| h[tensor]["dtype"] = json!("F8_E5M2"), &["another type", "F8_E4M3"]),
         (&|h| h[tensor]["dtype"] = json!("FP3"), &["unknown type", "FP3"]),
         (&|h| h[tensor]["shape"] = json!([256, 128]), &["[256, 128]", "[128, 256]"]),

@@ -14,7 +14,10 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = match console::arguments::<Args>(true) {
+        Ok(args) => args,
+        Err(status) => return status,
+    };
     console::start_log();
     coordinator::run(&args.coordinator)
 }

@@ -4,10 +4,15 @@ use std::fmt::Display;
 use std::io::Write;
 use std::process::ExitCode;
 
+use clap::Parser;
 use serde_json::json;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 use crate::config;
+
+/// Exit status of a command line that can't be read.
+const USAGE_STATUS: u8 = 2;
 
 /// Threads of a process's async runtime: they move bytes, they don't compute.
 const RUNTIME_THREADS: usize = 2;
@@ -48,6 +53,33 @@ pub fn line(text: &str) {
 /// Prints a note for a person on stderr.
 pub fn note(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+/// Reads the command line. What can't be read is explained on stderr and, where a program may be
+/// listening, in a `FATAL {…}` line on stdout.
+///
+/// # Errors
+/// The exit status to end with, also after `--help` and `--version`.
+pub fn arguments<A: Parser>(to_program: bool) -> Result<A, ExitCode> {
+    A::try_parse().map_err(|error| {
+        // A reader that is gone is no reason to fail otherwise.
+        let _ = error.print();
+        if !error.use_stderr() {
+            return ExitCode::SUCCESS;
+        }
+        if to_program {
+            line(&format!("FATAL {}", json!({ "error": complaint(&error.to_string()), "phase": "arguments" })));
+        }
+        ExitCode::from(USAGE_STATUS)
+    })
+}
+
+/// What is wrong with a command line, in one line: clap's text without usage and hints on help.
+fn complaint(text: &str) -> String {
+    let text = text.split("\nUsage:").next().unwrap_or(text);
+    let text = text.split("\nFor more information").next().unwrap_or(text);
+    let text = text.strip_prefix("error: ").unwrap_or(text);
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Turns a result into an exit status; a failure is one `FATAL {…}` line on stdout and a note on
@@ -100,24 +132,42 @@ pub fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
         .map_err(Failure::of("runtime"))
 }
 
-/// Waits for SIGTERM or SIGINT.
-pub async fn signalled() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut term), Ok(mut int)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = term.recv() => {}
-        _ = int.recv() => {}
+/// SIGTERM and SIGINT, which no longer end the process by themselves.
+#[derive(Debug)]
+pub struct Signals {
+    term: Signal,
+    int: Signal,
+}
+
+impl Signals {
+    /// Takes both over, from here on, in the runtime it is called in.
+    ///
+    /// # Errors
+    /// The system's error where a signal can't be taken over.
+    pub fn new() -> Result<Self, Failure> {
+        let take = |kind| signal(kind).map_err(Failure::of("signals"));
+        Ok(Self { term: take(SignalKind::terminate())?, int: take(SignalKind::interrupt())? })
+    }
+
+    /// Waits for one of them.
+    pub async fn next(&mut self) {
+        tokio::select! {
+            _ = self.term.recv() => {}
+            _ = self.int.recv() => {}
+        }
     }
 }
 
-/// Bytes of memory that this host can still give out, from `/proc/meminfo`; unlimited where the
-/// host does not say.
-#[must_use]
-pub fn memory_free() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|rest| rest.trim().strip_suffix("kB")).and_then(|kib| kib.trim().parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib.saturating_mul(1_024))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_complaint_is_one_line_without_the_usage() {
+        let text = "error: the following arguments were not provided:\n  --range <LO:HI>\n\n\
+                    Usage: stage --range <LO:HI>\n\nFor more information, try '--help'.\n";
+        assert_eq!(complaint(text), "the following arguments were not provided: --range <LO:HI>");
+        let text = "error: invalid value 'a' for '--range <LO:HI>': no range\n\nFor more information, try '--help'.\n";
+        assert_eq!(complaint(text), "invalid value 'a' for '--range <LO:HI>': no range");
+    }
 }

@@ -153,6 +153,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
         None => identity::fresh(),
     };
     console::runtime()?.block_on(async {
+        let stop = stop_on_signal()?;
         let listener = tokio::net::TcpListener::bind(args.http).await.map_err(|error| {
             Failure::new("listen", format!("--http {}: {error}; give another port, or 0 for a free one", args.http))
         })?;
@@ -163,7 +164,6 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
                 .map_err(Failure::of("listen"))?;
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
         let peer = link.local_peer().to_string();
-        let stop = stop_on_signal();
         let parts = CoordinatorParts { link, events, model, shape, stop: stop.clone() };
         let (coordinator, task) = start(parts, settings);
         console::line(&format!(

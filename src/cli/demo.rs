@@ -6,6 +6,7 @@
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -13,15 +14,16 @@ use serde_json::{Value, json};
 use crate::api::text::Vocabulary;
 use crate::cli::answer::Answer;
 use crate::cli::client::{Client, ClientError};
-use crate::cli::console::{self, Failure};
+use crate::cli::console::{self, Failure, Signals};
 use crate::cli::ids::read_ids;
-use crate::cli::ring::{LocalRing, LocalRingOptions};
+use crate::cli::ring::{LocalRing, LocalRingOptions, interrupted, with_ring};
 use crate::cli::screen::Screen;
 use crate::cli::tiling::{tile, tile_plain};
-use crate::engine::cpu::{CpuEngine, CpuSettings};
+use crate::coordinator::job::SubmitError;
+use crate::engine::cpu::{CpuEngine, CpuSettings, DEFAULT_CONTEXT};
 use crate::engine::solo;
 use crate::ids::{LayerRange, TokenId, WireEncoding};
-use crate::model::Checkpoint;
+use crate::model::{Checkpoint, ModelConfig};
 use crate::proto::control::Sampling;
 
 /// The built-in prompt.
@@ -98,26 +100,24 @@ pub fn run(args: &DemoArgs) -> ExitCode {
 }
 
 fn start(args: &DemoArgs) -> Result<(), Failure> {
-    let demo = Demo::prepare(args)?;
+    let demo = Arc::new(Demo::prepare(args.clone())?);
     let runtime = console::runtime()?;
-    runtime.block_on(async {
-        tokio::select! {
-            done = demo.run() => done,
-            () = console::signalled() => Err(Failure::new("interrupted", "stopped by a signal; every process was stopped")),
-        }
-    })
+    let done = runtime.block_on(demo.run());
+    // Whatever still computes or reads after a signal is not waited for.
+    runtime.shutdown_background();
+    done
 }
 
-struct Demo<'a> {
-    args: &'a DemoArgs,
+struct Demo {
+    args: DemoArgs,
     checkpoint: Checkpoint,
     prompt: Vec<TokenId>,
     cut: Vec<LayerRange>,
 }
 
-impl<'a> Demo<'a> {
+impl Demo {
     /// Refuses what can't work before a process is started.
-    fn prepare(args: &'a DemoArgs) -> Result<Self, Failure> {
+    fn prepare(args: DemoArgs) -> Result<Self, Failure> {
         let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
         let config = checkpoint.config();
         let prompt = match &args.prompt_ids {
@@ -128,12 +128,7 @@ impl<'a> Demo<'a> {
                 text.encode(args.prompt.as_deref().unwrap_or(PROMPT)).map_err(Failure::of("prompt"))?
             }
         };
-        if prompt.is_empty() {
-            return Err(Failure::new("prompt", "the prompt is empty, expected at least one token"));
-        }
-        if args.max_new == 0 {
-            return Err(Failure::new("config", "--max-new 0: expected at least 1"));
-        }
+        check(&args, &prompt, config)?;
         let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
         let cut = match args.mode {
             DemoMode::Plain => tile_plain(config.layers, args.stages, taps),
@@ -146,8 +141,8 @@ impl<'a> Demo<'a> {
         Ok(Self { args, prompt, cut, checkpoint })
     }
 
-    async fn run(&self) -> Result<(), Failure> {
-        let args = self.args;
+    async fn run(self: &Arc<Self>) -> Result<(), Failure> {
+        let args = &self.args;
         let options = LocalRingOptions {
             model: args.model.clone(),
             cut: self.cut.clone(),
@@ -156,17 +151,24 @@ impl<'a> Demo<'a> {
             drafts: args.drafts,
             threads: args.threads,
         };
-        let ring = LocalRing::start(&options).await?;
-        self.introduce(&ring);
-        let result = self.ask(&ring).await;
-        let stages: Vec<Value> = ring
-            .stages
-            .iter()
-            .map(|stage| json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() }))
-            .collect();
-        ring.stop().await;
-        let answer = result?;
-        let reference = self.reference()?;
+        let mut signals = Signals::new()?;
+        let work = async |ring: &LocalRing| {
+            self.introduce(ring);
+            let stages: Vec<Value> = ring
+                .stages
+                .iter()
+                .map(|stage| json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() }))
+                .collect();
+            Ok((self.ask(ring).await?, stages))
+        };
+        let (answer, stages) = with_ring(&options, &mut signals, work).await?;
+        let demo = Arc::clone(self);
+        let reference = tokio::select! {
+            reference = tokio::task::spawn_blocking(move || demo.reference()) => {
+                reference.map_err(Failure::of("reference"))??
+            }
+            () = signals.next() => return Err(interrupted()),
+        };
         let ids = answer.ids()?;
         let equal = reference == ids;
         self.report(&answer, equal, &reference);
@@ -181,19 +183,19 @@ impl<'a> Demo<'a> {
             let pid = stage.child.pid().map_or_else(|| "-".to_owned(), |pid| pid.to_string());
             console::note(&format!("stage {:>5}  pid {pid:>7}  {}", stage.range.to_string(), stage.peer));
         }
-        console::note(&format!("coordinator at {}\n", ring.url));
+        console::note(&format!("coordinator at {}\n", ring.url()));
     }
 
     /// Streams the text to the terminal as it comes.
     async fn ask(&self, ring: &LocalRing) -> Result<Answer, Failure> {
-        let args = self.args;
+        let args = &self.args;
         let ids: Vec<u32> = self.prompt.iter().map(|id| id.0).collect();
         let body = json!({
             "prompt": ids, "max_tokens": args.max_new, "temperature": args.temperature, "top_p": 1.0,
             "seed": args.seed, "mode": args.mode.name(), "wire": args.wire.to_string(),
             "return_token_ids": true, "stream": true, "stream_options": { "include_usage": true },
         });
-        let (client, max_new) = (Client::new(&ring.url), u64::from(args.max_new));
+        let (client, max_new) = (Client::new(ring.url()), u64::from(args.max_new));
         let streaming = tokio::task::spawn_blocking(move || {
             let mut out = std::io::stdout();
             let terminal = out.is_terminal();
@@ -211,7 +213,7 @@ impl<'a> Demo<'a> {
 
     /// The same request undrafted, in this process, with the same boundaries emulated.
     fn reference(&self) -> Result<Vec<TokenId>, Failure> {
-        let args = self.args;
+        let args = &self.args;
         let settings = CpuSettings { threads: args.threads.max(1), ..CpuSettings::default() };
         let mut engine = CpuEngine::new(&self.checkpoint, self.checkpoint.all_layers(), &settings)
             .map_err(Failure::of("reference"))?;
@@ -268,6 +270,30 @@ impl<'a> Demo<'a> {
         let mut out = std::io::stdout().lock();
         let _ = write!(out, "{table}").and_then(|()| out.flush());
     }
+}
+
+/// Refuses what a ring of this model would refuse.
+fn check(args: &DemoArgs, prompt: &[TokenId], config: &ModelConfig) -> Result<(), Failure> {
+    let tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+    let context = config.max_positions.min(DEFAULT_CONTEXT);
+    if prompt.is_empty() {
+        return Err(Failure::new("prompt", "the prompt is empty, expected at least one token"));
+    }
+    if let Some(id) = prompt.iter().find(|id| usize::try_from(id.0).map_or(true, |id| id >= config.vocab)) {
+        let last = config.vocab.saturating_sub(1);
+        return Err(Failure::new("prompt", format!("the prompt has token id {id}, expected 0 to {last}")));
+    }
+    if args.max_new == 0 {
+        return Err(Failure::new("config", "--max-new 0: expected at least 1"));
+    }
+    if tokens.saturating_add(args.max_new) > context {
+        let error = SubmitError::TooLong { prompt: tokens, max_new: args.max_new, context };
+        return Err(Failure::new("config", error));
+    }
+    if !(0.0..=2.0).contains(&args.temperature) {
+        return Err(Failure::new("config", format!("--temperature {}: expected 0 to 2", args.temperature)));
+    }
+    Ok(())
 }
 
 fn first_difference(got: &[TokenId], reference: &[TokenId]) -> String {

@@ -9,6 +9,7 @@ pub mod coordinator;
 pub mod demo;
 pub mod generate;
 pub mod ids;
+pub mod memory;
 pub mod process;
 pub mod ring;
 pub mod ringctl;

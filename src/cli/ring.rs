@@ -3,13 +3,14 @@
 //! Every process ends when its stdin closes, so none outlives the process that started it, however
 //! that one ends.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use futures::future::join_all;
 use libp2p::PeerId;
 use serde_json::Value;
 
-use crate::cli::console::Failure;
+use crate::cli::console::{Failure, Signals};
 use crate::cli::process::{Child, Spawn};
 use crate::ids::{LayerRange, WireEncoding};
 use crate::transport::identity;
@@ -51,48 +52,87 @@ pub struct LocalStage {
 /// A ring under way; dropped, it ends.
 #[derive(Debug)]
 pub struct LocalRing {
-    /// Where its coordinator serves HTTP.
-    pub url: String,
+    url: String,
     /// Its stages, head first.
     pub stages: Vec<LocalStage>,
-    coordinator: Child,
+    coordinator: Option<Child>,
     // Holds the identities; removed with the ring.
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
+}
+
+/// Starts a ring, does `work` on it once a token went round, and stops it. A signal ends the work.
+/// Every process has ended when this returns.
+///
+/// # Errors
+/// What the process that failed said of it, the work's failure, or that a signal came.
+pub async fn with_ring<T>(
+    options: &LocalRingOptions,
+    signals: &mut Signals,
+    work: impl AsyncFnOnce(&LocalRing) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let mut ring = LocalRing::spawn(options)?;
+    let done = tokio::select! {
+        done = async {
+            ring.ready(options).await?;
+            work(&ring).await
+        } => done,
+        () = signals.next() => Err(interrupted()),
+    };
+    ring.stop().await;
+    done
+}
+
+/// The failure of a command that a signal ended.
+#[must_use]
+pub fn interrupted() -> Failure {
+    Failure::new("interrupted", "stopped by a signal; every process was stopped")
 }
 
 impl LocalRing {
-    /// Starts every process and waits until a token went round.
-    ///
-    /// # Errors
-    /// What the process that failed said of it.
-    pub async fn start(options: &LocalRingOptions) -> Result<Self, Failure> {
+    /// Starts the stages.
+    fn spawn(options: &LocalRingOptions) -> Result<Self, Failure> {
         let folder = tempfile::Builder::new().prefix("ringfence-").tempdir().map_err(Failure::of("folder"))?;
-        let key = folder.path().join("coordinator.key");
-        let coordinator = identity::load_or_create(&key).map_err(Failure::of("identity"))?.public().to_peer_id();
-        let mut starting = Vec::new();
+        let mut ring = Self { url: String::new(), stages: Vec::new(), coordinator: None, folder };
+        let coordinator = identity::load_or_create(&ring.coordinator_key()).map_err(Failure::of("identity"))?;
+        let coordinator = coordinator.public().to_peer_id();
         for range in &options.cut {
-            let identity = folder.path().join(format!("stage-{}-{}.key", range.lo(), range.hi()));
-            starting.push((*range, spawn_stage(options, *range, &identity, coordinator)?));
+            let identity = ring.folder.path().join(format!("stage-{}-{}.key", range.lo(), range.hi()));
+            let child = spawn_stage(options, *range, &identity, coordinator)?;
+            ring.stages.push(LocalStage { peer: String::new(), range: *range, child });
         }
-        let mut stages = Vec::new();
+        Ok(ring)
+    }
+
+    /// Waits for the stages, starts the coordinator and waits until a token went round.
+    async fn ready(&mut self, options: &LocalRingOptions) -> Result<(), Failure> {
         let mut addresses = Vec::new();
-        for (range, mut child) in starting {
-            let ready = child.ready(STAGE_DEADLINE).await.map_err(Failure::of("stage"))?;
-            let peer = text(&ready, "/peer")?;
+        for stage in &mut self.stages {
+            let ready = stage.child.ready(STAGE_DEADLINE).await.map_err(Failure::of("stage"))?;
+            stage.peer = text(&ready, "/peer")?;
             addresses.push(text(&ready, "/addresses/0")?);
-            stages.push(LocalStage { peer, range, child });
         }
-        let mut coordinator = spawn_coordinator(options, &key, &addresses)?;
-        let ready = coordinator.ready(COORDINATOR_DEADLINE).await.map_err(Failure::of("coordinator"))?;
-        Ok(Self { url: text(&ready, "/http")?, stages, coordinator, _folder: folder })
+        let coordinator = spawn_coordinator(options, &self.coordinator_key(), &addresses)?;
+        let ready = self.coordinator.insert(coordinator).ready(COORDINATOR_DEADLINE).await;
+        self.url = text(&ready.map_err(Failure::of("coordinator"))?, "/http")?;
+        Ok(())
+    }
+
+    fn coordinator_key(&self) -> PathBuf {
+        self.folder.path().join("coordinator.key")
+    }
+
+    /// Where its coordinator serves HTTP.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
     }
 
     /// Stops every process, the coordinator first.
-    pub async fn stop(mut self) {
-        self.coordinator.stop().await;
-        for stage in &mut self.stages {
-            stage.child.stop().await;
+    async fn stop(mut self) {
+        if let Some(coordinator) = &mut self.coordinator {
+            coordinator.stop().await;
         }
+        join_all(self.stages.iter_mut().map(|stage| stage.child.stop())).await;
     }
 }
 

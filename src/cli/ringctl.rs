@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::api::score::ScoreReport;
-use crate::cli::console::{self, Failure};
+use crate::cli::console::{self, Failure, Signals};
 use crate::cli::coordinator::{self, CoordinatorArgs};
 use crate::cli::demo::{self, DemoArgs};
 use crate::cli::generate::{self, GenerateArgs};
-use crate::cli::ring::{LocalRing, LocalRingOptions};
+use crate::cli::ring::{LocalRing, LocalRingOptions, with_ring};
 use crate::cli::score::{self, ScoreArgs, score_over_http};
 use crate::cli::stage::{self, StageArgs};
 use crate::cli::tiling::tile_plain;
@@ -29,6 +29,12 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Score a token sequence on a running coordinator, or on a ring started for it
     Score(ScoreArgs),
+}
+
+/// Whether this process was asked for a command that a program may have started, and listens to.
+#[must_use]
+pub fn speaks_to_program() -> bool {
+    std::env::args_os().nth(1).is_some_and(|command| command == "stage" || command == "coordinator")
 }
 
 /// Runs a command.
@@ -57,17 +63,17 @@ fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failu
     let wire = args.wire.unwrap_or_default();
     let options = LocalRingOptions { model: args.model.clone(), cut, wire, in_flight: None, drafts: None, threads: 1 };
     let ids = ids.to_vec();
-    let scoring = async {
-        let ring = LocalRing::start(&options).await?;
-        let url = ring.url.clone();
-        let asked = tokio::task::spawn_blocking(move || score_over_http(&url, &ids, score::TOP, Some(wire))).await;
-        ring.stop().await;
-        asked.map_err(Failure::of("client"))?.map_err(Failure::of("client"))
-    };
-    console::runtime()?.block_on(async {
-        tokio::select! {
-            done = scoring => done,
-            () = console::signalled() => Err(Failure::new("interrupted", "stopped by a signal; every process was stopped")),
-        }
-    })
+    let runtime = console::runtime()?;
+    let scored = runtime.block_on(async {
+        let mut signals = Signals::new()?;
+        let score = async |ring: &LocalRing| {
+            let url = ring.url().to_owned();
+            let asked = tokio::task::spawn_blocking(move || score_over_http(&url, &ids, score::TOP, Some(wire))).await;
+            asked.map_err(Failure::of("client"))?.map_err(Failure::of("client"))
+        };
+        with_ring(&options, &mut signals, score).await
+    });
+    // A client that still waits is not waited for.
+    runtime.shutdown_background();
+    scored
 }

@@ -12,10 +12,11 @@ use libp2p::{Multiaddr, PeerId};
 use serde_json::json;
 use tokio::sync::{mpsc, watch};
 
-use crate::cli::console::{self, Failure};
+use crate::cli::console::{self, Failure, Signals};
+use crate::cli::memory;
 use crate::config::{MAX_SESSIONS, StageSettings};
 use crate::engine::Engine;
-use crate::engine::cpu::{CpuEngine, CpuSettings};
+use crate::engine::cpu::{BuildError, CpuEngine, CpuSettings, Need, THREADS_MAX};
 use crate::ids::{LayerRange, WireEncoding};
 use crate::model::Checkpoint;
 use crate::node::membership::Obey;
@@ -105,7 +106,10 @@ fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
         return Err(Failure::new("device", why));
     }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = args.threads.unwrap_or(processors);
+    let threads = args.threads.unwrap_or(processors.min(THREADS_MAX));
+    if !(1..=THREADS_MAX).contains(&threads) {
+        return Err(Failure::new("config", format!("--threads {threads}: expected 1 to {THREADS_MAX}")));
+    }
     if args.max_sessions == 0 || args.max_sessions > 65_536 {
         return Err(Failure::new("config", format!("--max-sessions {}: expected 1 to 65536", args.max_sessions)));
     }
@@ -121,14 +125,31 @@ fn list_shards(args: &StageArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What the engine needs for every session that the stage offers to hold.
+fn need(args: &StageArgs, checkpoint: &Checkpoint, settings: &CpuSettings) -> Result<Need, Failure> {
+    let one = CpuEngine::need(checkpoint, args.range, settings).map_err(unbuilt)?;
+    Ok(Need { sessions: u64::from(args.max_sessions), ..one })
+}
+
+/// A setting that can't be honoured is not the model's fault.
+fn unbuilt(error: BuildError) -> Failure {
+    let phase = match &error {
+        BuildError::Setting { .. } => "config",
+        BuildError::Thread { .. } => "threads",
+        BuildError::Model(_) => "model",
+    };
+    Failure::new(phase, error)
+}
+
 fn check(args: &StageArgs) -> Result<(), Failure> {
+    obey(args)?;
     let checkpoint = open_model(args)?;
     let settings = settings(args)?;
-    let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
+    let need = need(args, &checkpoint, &settings)?;
+    let free = memory::free();
+    need.check(free).map_err(Failure::of("memory"))?;
     let weights = checkpoint.weights(args.range).map_err(Failure::of("model"))?;
     weights.check_values().map_err(Failure::of("model"))?;
-    let free = console::memory_free();
-    need.check(free).map_err(Failure::of("memory"))?;
     console::line(&format!(
         "OK {}",
         json!({
@@ -149,15 +170,21 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         crate::cli::process::watch_parent();
     }
     let obey = obey(args)?;
+    if obey == Obey::Peers(BTreeSet::new()) {
+        console::note(
+            "this stage obeys nobody: start it with --coordinator MULTIADDR, --allow PEERID of its coordinator, or --open",
+        );
+    }
     let checkpoint = open_model(args)?;
-    let settings = settings(args)?;
-    let need = CpuEngine::need(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
-    need.check(console::memory_free()).map_err(Failure::of("memory"))?;
+    let mut settings = settings(args)?;
+    let need = need(args, &checkpoint, &settings)?;
+    need.check(memory::free()).map_err(Failure::of("memory"))?;
+    settings.max_state_bytes = settings.max_state_bytes.max(need.sessions.saturating_mul(need.session_bytes));
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
     };
-    let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(Failure::of("model"))?;
+    let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(unbuilt)?;
     let settings = StageSettings {
         coordinator: args.coordinator.clone(),
         obey,
@@ -166,6 +193,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
     };
     let digest = checkpoint.digest();
     console::runtime()?.block_on(async {
+        let stop = stop_on_signal()?;
         let (link, events) =
             QuicLink::start(QuicSettings { listen: args.listen.clone(), ..QuicSettings::new(identity) })
                 .await
@@ -185,7 +213,6 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
             })
         ));
         let observer = args.json_events.then(print_events);
-        let stop = stop_on_signal();
         let parts = StageParts { engine: Box::new(engine), link, events, model_digest: digest, stop, observer };
         serve::serve(parts, &settings).await.map_err(Failure::of("serve"))
     })
@@ -200,15 +227,7 @@ fn obey(args: &StageArgs) -> Result<Obey, Failure> {
         };
         peers.insert(peer);
     }
-    if args.open {
-        return Ok(Obey::Anyone);
-    }
-    if peers.is_empty() {
-        console::note(
-            "this stage obeys nobody: start it with --coordinator MULTIADDR, --allow PEERID of its coordinator, or --open",
-        );
-    }
-    Ok(Obey::Peers(peers))
+    Ok(if args.open { Obey::Anyone } else { Obey::Peers(peers) })
 }
 
 fn print_events() -> mpsc::Sender<StageEvent> {
@@ -223,14 +242,15 @@ fn print_events() -> mpsc::Sender<StageEvent> {
     sender
 }
 
-/// Becomes `true` at the first SIGTERM or SIGINT.
-pub(crate) fn stop_on_signal() -> watch::Receiver<bool> {
+/// Becomes `true` at the first SIGTERM or SIGINT that comes after this call.
+pub(crate) fn stop_on_signal() -> Result<watch::Receiver<bool>, Failure> {
+    let mut signals = Signals::new()?;
     let (sender, receiver) = watch::channel(false);
     tokio::spawn(async move {
-        console::signalled().await;
+        signals.next().await;
         let _ = sender.send(true);
         // The receivers decide when to end; the sender stays so that they see `true`, not a loss.
         std::future::pending::<()>().await;
     });
-    receiver
+    Ok(receiver)
 }

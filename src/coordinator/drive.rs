@@ -116,7 +116,15 @@ impl Shell {
             prefill_chunk,
             reach: open.reach,
             score: request.score.is_some(),
-            deadlines: Deadlines { reply: self.settings.reply_deadline, prefill: self.settings.prefill_deadline },
+            // A prompt of one token, like a probe's, takes no longer than any other position.
+            deadlines: Deadlines {
+                reply: self.settings.reply_deadline,
+                prefill: if open.prompt_len == 1 {
+                    self.settings.reply_deadline
+                } else {
+                    self.settings.prefill_deadline
+                },
+            },
         }
     }
 

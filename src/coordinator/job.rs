@@ -264,6 +264,8 @@ pub struct MemberStatus {
     pub passes: u64,
     /// Draft tokens per block; 0 where it does not draft.
     pub draft_block: u32,
+    /// Sessions that it held when it last reported.
+    pub sessions: u32,
 }
 
 /// The ring, for `/ring`.

@@ -459,5 +459,6 @@ fn member_status(member: &Member, in_ring: bool) -> MemberStatus {
         service_us: report.map_or(0, |report| report.service_us),
         passes: report.map_or(0, |report| report.passes),
         draft_block: member.offer.draft_block,
+        sessions: report.map_or(0, |report| u32::try_from(report.sessions.len()).unwrap_or(u32::MAX)),
     }
 }

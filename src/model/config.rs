@@ -458,7 +458,7 @@ fn check_relations(reader: &Reader<'_>, config: &ModelConfig) -> Result<(), Mode
     reader.multiple("moe_intermediate_size", config.inner, LINEAR_GROUP)?;
     reader.multiple("qk_rope_head_dim", config.rope_dim, 16)?;
     reader.multiple("head_dim", config.head_dim, 64)?;
-    if config.heads % config.o_groups != 0 {
+    if !config.heads.is_multiple_of(config.o_groups) {
         return Err(reader.refuse("o_groups", config.o_groups, format!("a divisor of {} heads", config.heads)));
     }
     if config.head_dim < config.rope_dim {

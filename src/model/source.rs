@@ -114,8 +114,8 @@ impl Source {
             // An empty file can't be mapped; the header's check names it as truncated.
             return Ok(Some(ShardBytes::Static(&[])));
         }
-        // SAFETY: the map is read-only and private; a shard is a download that nobody writes while
-        // a stage runs, as `docs/operating.md` asks for; every read is within the mapped length.
+        // SAFETY: the map is read-only and private, every read is within the mapped length, and a
+        // shard is a download that nobody writes while it is read, as `crate::model` asks for.
         let map = unsafe { Mmap::map(&handle) }.map_err(|error| io(&path, &error))?;
         Ok(Some(ShardBytes::Mapped(Arc::new(map))))
     }

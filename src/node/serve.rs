@@ -42,6 +42,14 @@ pub enum ServeError {
         /// Its words.
         reason: String,
     },
+    /// What answers where it was told to dial is not its coordinator.
+    #[error("the coordinator {peer} does not fit: {reason}")]
+    Unfit {
+        /// Who.
+        peer: PeerId,
+        /// What was expected, what came.
+        reason: String,
+    },
     /// The engine's thread can't be started, or has ended by itself.
     #[error("the engine's thread ended: {why}")]
     Worker {
@@ -265,16 +273,27 @@ impl Shell {
                 return Ok(());
             }
         };
+        let greeted = self.greeter.is_greeted(peer);
         match self.greeter.handle_control(peer, message) {
             Greeting::Up(hello) => {
                 self.roles.insert(peer, hello.role);
                 if self.is_dialled_coordinator(peer) {
+                    if hello.role == Role::Stage {
+                        let reason = "expected a coordinator at --coordinator, a stage answered".to_owned();
+                        return Err(ServeError::Unfit { peer, reason });
+                    }
                     self.observe(StageEvent::Coordinator { peer: peer.to_string(), connected: true });
                 }
                 self.membership.handle_greeted(peer, hello.role, clock::now());
             }
             Greeting::Pass(message) => self.handle_message(peer, message),
-            Greeting::Refuse { reason } => self.refuse(peer, reason),
+            Greeting::Refuse { reason } => {
+                self.refuse(peer, reason.clone());
+                // A hello that does not fit is the same at the next dial.
+                if !greeted && self.is_dialled_coordinator(peer) {
+                    return Err(ServeError::Unfit { peer, reason });
+                }
+            }
             Greeting::RefusedBy { reason } => {
                 tracing::warn!(%peer, %reason, "refused");
                 self.link.disconnect(peer, &reason);

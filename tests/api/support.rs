@@ -121,6 +121,7 @@ impl Serve for Script {
             service_us: 850,
             passes: 12,
             draft_block: 0,
+            sessions: 0,
         };
         RingStatus {
             coordinator: "12D3KooWCoordinator".into(),

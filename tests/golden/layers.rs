@@ -215,11 +215,11 @@ fn compare_caches(engine: &CpuEngine, golden: &Golden, tag: &str, n: usize, all:
         let ratio = RATIOS[usize::from(layer)];
         if ratio > 0 {
             let prefix = format!("{tag}.layer{layer}");
-            compare_pool(engine, golden, layer, Pool::Attention, (&prefix, "compressed_kv", "comp"), n, all);
+            compare_pool(engine, golden, (layer, Pool::Attention), (&prefix, "compressed_kv", "comp"), n, all);
         }
         if ratio == 4 {
             let prefix = format!("{tag}.layer{layer}");
-            compare_pool(engine, golden, layer, Pool::Indexer, (&prefix, "indexer_kv", "indexer"), n, all);
+            compare_pool(engine, golden, (layer, Pool::Indexer), (&prefix, "indexer_kv", "indexer"), n, all);
         }
     }
     for stage in 0..3 {
@@ -228,12 +228,10 @@ fn compare_caches(engine: &CpuEngine, golden: &Golden, tag: &str, n: usize, all:
     }
 }
 
-#[allow(clippy::too_many_arguments, reason = "one call per pool, all of it names")]
 fn compare_pool(
     engine: &CpuEngine,
     golden: &Golden,
-    layer: u16,
-    pool: Pool,
+    (layer, pool): (u16, Pool),
     (prefix, slots, state): (&str, &str, &str),
     n: usize,
     all: &mut Distance,

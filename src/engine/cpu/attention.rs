@@ -55,7 +55,7 @@ pub(super) fn target(
     let see = |at: usize| {
         let row = &rows[at];
         let layer = layer_state(sessions, row.slot, place);
-        let visible = if ratio > 0 { (row.pos + 1) / ratio } else { 0 };
+        let visible = (row.pos + 1).checked_div(ratio).unwrap_or(0);
         let slots = match picks.rows.get(at).cloned().flatten() {
             Some(of) => Slots::These(&picks.slots[of]),
             None => Slots::All(visible),

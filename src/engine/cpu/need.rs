@@ -8,7 +8,7 @@ use super::{BuildError, CpuEngine, CpuSettings};
 use crate::engine::SessionShape;
 use crate::ids::{LayerRange, WireEncoding};
 use crate::model::layout::{Kind, TensorSpec};
-use crate::model::{Checkpoint, ModelError};
+use crate::model::{Checkpoint, ModelConfig, ModelError};
 
 /// Output rows that the packed forms round up to.
 const TILE: u64 = 16;
@@ -29,6 +29,8 @@ pub struct Need {
     pub weight_bytes: u64,
     /// Bytes of rotation tables.
     pub table_bytes: u64,
+    /// Bytes of buffers that a pass works in, rounded up generously.
+    pub scratch_bytes: u64,
     /// Bytes of state for each session of the shape asked about.
     pub session_bytes: u64,
     /// Sessions planned for.
@@ -40,16 +42,16 @@ pub struct Need {
 pub enum NeedError {
     /// The memory does not suffice.
     #[error(
-        "layers {range} need {needed} bytes ({weights} of weights and tables, {sessions} sessions of {session} bytes), \
-         {free} are free: choose fewer layers, a shorter --max-context or fewer sessions"
+        "layers {range} need {needed} bytes ({fixed} of weights, tables and buffers, {sessions} sessions of {session} \
+         bytes), {free} are free: choose fewer layers, a shorter --max-context or fewer sessions"
     )]
     Memory {
         /// The layers.
         range: LayerRange,
         /// Bytes needed in all.
         needed: u64,
-        /// Bytes of weights and tables.
-        weights: u64,
+        /// Bytes of weights, tables and buffers.
+        fixed: u64,
         /// Sessions planned for.
         sessions: u64,
         /// Bytes of each session.
@@ -64,7 +66,12 @@ impl Need {
     #[must_use]
     pub fn total(&self) -> u64 {
         let sessions = self.sessions.saturating_mul(self.session_bytes);
-        self.weight_bytes.saturating_add(self.table_bytes).saturating_add(sessions)
+        self.fixed().saturating_add(sessions)
+    }
+
+    /// Bytes needed whether or not a session is open.
+    fn fixed(&self) -> u64 {
+        self.weight_bytes.saturating_add(self.table_bytes).saturating_add(self.scratch_bytes)
     }
 
     /// Compares with the memory that is free, in bytes.
@@ -79,7 +86,7 @@ impl Need {
         Err(NeedError::Memory {
             range: self.range,
             needed,
-            weights: self.weight_bytes.saturating_add(self.table_bytes),
+            fixed: self.fixed(),
             sessions: self.sessions,
             session: self.session_bytes,
             free,
@@ -126,9 +133,22 @@ pub fn need(
         weight_bytes,
         // Two tables of a cosine and a sine for each pair.
         table_bytes: 2 * positions * config.rope_dim as u64 * 4,
+        scratch_bytes: scratch(config, range.hi() == config.layers, shape),
         session_bytes: Sizes::new(config, range, shape, checkpoint.drafts(range)).bytes(),
         sessions,
     })
+}
+
+/// Bytes of a full wave's buffers: what is as wide as the streams, a row, the heads, and at the tail
+/// the vocabulary, each some times over.
+fn scratch(config: &ModelConfig, tail: bool, shape: &SessionShape) -> u64 {
+    let streams = config.hc * config.dim * 12;
+    let row = (config.dim + config.inner + config.q_rank) * 32;
+    let heads = (config.heads * config.head_dim + config.index_heads * config.index_dim) * 16;
+    let vocab = if tail { config.vocab * 8 } else { 0 };
+    let waves = super::pass::WAVE_ROWS_MAX * (streams + row + heads + vocab);
+    // Scores of one row over all its slots.
+    waves as u64 + 8 * u64::from(shape.positions)
 }
 
 /// Resident bytes of one stored tensor.

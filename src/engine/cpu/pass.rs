@@ -15,7 +15,7 @@ use crate::ids::WireEncoding;
 
 /// Rows that go through a layer together. More would only cost scratch: weights are decoded once
 /// for several rows at a time anyway.
-const WAVE_ROWS_MAX: usize = 64;
+pub(super) const WAVE_ROWS_MAX: usize = 64;
 
 /// One position of one session in a wave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,12 @@
+//! The real programs as real processes on this machine: the demo, rings by hand, faults, refusals.
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
+
+mod processes {
+    mod copy;
+    mod demo;
+    mod faults;
+    mod http;
+    mod refusals;
+    mod rig;
+    mod ring;
+}

@@ -1,0 +1,102 @@
+//! A client as plain as can be: one request a connection, the answer read to its end.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// For something to come; the server says something far more often.
+const WAIT: Duration = Duration::from_secs(60);
+
+/// An answer whose head was read.
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    lines: BufReader<TcpStream>,
+}
+
+/// One server-sent event.
+#[derive(Debug, Clone)]
+pub(crate) struct Event {
+    pub(crate) id: String,
+    pub(crate) data: String,
+}
+
+impl Event {
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.data).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+/// Asks, and reads the head of the answer; `None` where nobody answers.
+fn ask(url: &str, method: &str, path: &str, body: &str) -> Option<Answer> {
+    let host = url.strip_prefix("http://").unwrap();
+    let mut stream = TcpStream::connect(host).ok()?;
+    stream.set_read_timeout(Some(WAIT)).unwrap();
+    // Of HTTP/1.0, the answer ends with the connection.
+    let request = format!("{method} {path} HTTP/1.0\r\nhost: {host}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut lines = BufReader::new(stream);
+    let mut line = String::new();
+    lines.read_line(&mut line).ok()?;
+    let status = line.split(' ').nth(1)?.parse().ok()?;
+    while line.trim() != "" {
+        line.clear();
+        lines.read_line(&mut line).ok()?;
+    }
+    Some(Answer { status, lines })
+}
+
+impl Answer {
+    /// The body, which is JSON.
+    fn json(mut self) -> (u16, Value) {
+        let mut body = String::new();
+        self.lines.read_to_string(&mut body).unwrap();
+        (self.status, serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}")))
+    }
+
+    /// The next event of a stream; `None` at its end.
+    pub(crate) fn event(&mut self) -> Option<Event> {
+        let mut event = Event { id: String::new(), data: String::new() };
+        loop {
+            let mut line = String::new();
+            if self.lines.read_line(&mut line).unwrap() == 0 {
+                return None;
+            }
+            let line = line.trim_end_matches(['\r', '\n']);
+            if let Some(id) = line.strip_prefix("id: ") {
+                id.clone_into(&mut event.id);
+            } else if let Some(data) = line.strip_prefix("data: ") {
+                event.data.push_str(data);
+            } else if line.is_empty() && !event.data.is_empty() {
+                return Some(event);
+            }
+        }
+    }
+
+    /// Everything that is left of a stream.
+    pub(crate) fn events(&mut self) -> Vec<Event> {
+        std::iter::from_fn(|| self.event()).collect()
+    }
+}
+
+/// `GET`, where the server must answer.
+#[track_caller]
+pub(crate) fn get(url: &str, path: &str) -> (u16, Value) {
+    ask(url, "GET", path, "").unwrap_or_else(|| panic!("no answer from {url}{path}")).json()
+}
+
+/// A completion in one piece.
+#[track_caller]
+pub(crate) fn complete(url: &str, body: &Value) -> (u16, Value) {
+    ask(url, "POST", "/v1/completions", &body.to_string()).expect("an answer").json()
+}
+
+/// A completion as a stream.
+#[track_caller]
+pub(crate) fn stream(url: &str, body: &Value) -> Answer {
+    let answer = ask(url, "POST", "/v1/completions", &body.to_string()).expect("an answer");
+    assert_eq!(answer.status, 200);
+    answer
+}
