@@ -30,7 +30,7 @@ impl Shell {
 
     /// Sends one token round an idle ring, to know that it is ready.
     pub(super) fn probe_ring(&mut self, now: Instant) {
-        if self.ring.whole().is_empty() || !self.sessions.is_empty() {
+        if self.ring.missing().is_some() || !self.sessions.is_empty() {
             return;
         }
         self.nonce += 1;
@@ -53,8 +53,8 @@ impl Shell {
         let whole = self.ring.whole();
         let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
-        if ring.is_empty() {
-            let why = format!("the ring is not whole: {}", self.ring.missing().unwrap_or_default());
+        if let Some(missing) = self.ring.missing() {
+            let why = format!("the ring is not whole: {missing}");
             return self.end_unstarted(reader, JobError::Deadline { waited_ms: 0, why });
         }
         let drafts = match request.mode.unwrap_or_default() {
@@ -324,6 +324,8 @@ impl Shell {
             Some(blame) => {
                 let why = format!("no reply for {waited_ms} ms; {}", blame.why);
                 self.ring.handle_fault(blame.peer, &why, clock::now());
+                // The ring counts as broken before its readers hear of it.
+                self.drain_ring();
                 self.fail(id, stage_lost(blame.peer, blame.range, &why));
             }
             None => {

@@ -395,14 +395,15 @@ impl Shell {
         }
     }
 
-    fn drain_ring(&mut self) {
+    pub(super) fn drain_ring(&mut self) {
         while let Some(output) = self.ring.poll_output() {
             match output {
                 Output::Send { to, message } => self.send(to, &message),
                 Output::Broken { peer, range, why } => {
                     tracing::warn!(%peer, %range, why, "the ring is broken");
-                    self.handle_broken(peer, range, &why);
+                    // Published first: whoever hears of the loss finds the ring not ready.
                     self.publish();
+                    self.handle_broken(peer, range, &why);
                 }
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,12 @@ use crate::proto::control::{Control, Hello, Offer, Role};
 use crate::proto::greeter::{Greeter, Greeting};
 use crate::transport::redial::{Redial, peer_of};
 use crate::transport::{Lane, Link, LinkEvent, LinkEvents};
+
+/// Pause between looks at whether a draining stage's sessions have ended.
+const DRAIN_LOOK: Duration = Duration::from_millis(50);
+
+/// Heartbeat whose answer says that the coordinator has heard of the draining: it answers in order.
+const DRAIN_SEQ: u64 = u64::MAX;
 
 /// How long a draining stage waits for its sessions to end.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -151,6 +158,14 @@ enum Dialled {
     Neighbour { peer: PeerId, result: Result<(), String> },
 }
 
+/// A stage on its way out.
+struct Draining {
+    /// When it ends, whatever is open then.
+    until: Instant,
+    /// The coordinator has heard of it: every session that it opens here is known by now.
+    heard: bool,
+}
+
 struct Shell {
     link: Arc<dyn Link>,
     greeter: Greeter,
@@ -161,7 +176,7 @@ struct Shell {
     inputs: SyncSender<Input>,
     dialled: mpsc::Sender<Dialled>,
     redial: Option<Redial>,
-    draining: Option<Instant>,
+    draining: Option<Draining>,
     max_sessions: u32,
     encodings: Vec<WireEncoding>,
     announce: Vec<Multiaddr>,
@@ -191,7 +206,8 @@ impl Shell {
                 }
             }
             self.drain_membership()?;
-            if self.draining.is_some_and(|until| until <= clock::now() || self.counters.open_sessions() == 0) {
+            let empty = self.counters.open_sessions() == 0;
+            if self.draining.as_ref().is_some_and(|drain| drain.until <= clock::now() || (drain.heard && empty)) {
                 return Ok(());
             }
         }
@@ -200,7 +216,7 @@ impl Shell {
     fn poll_timeout(&self) -> Option<Instant> {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         // A draining stage looks often, since sessions end without an event for the shell.
-        let draining = self.draining.map(|until| until.min(clock::now() + Duration::from_millis(50)));
+        let draining = self.draining.as_ref().map(|drain| drain.until.min(clock::now() + DRAIN_LOOK));
         [self.greeter.poll_timeout(), self.membership.poll_timeout(), redial, draining].into_iter().flatten().min()
     }
 
@@ -311,11 +327,25 @@ impl Shell {
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
+            Control::HeartbeatAck { seq: DRAIN_SEQ } => {
+                if let (Some(drain), true) = (&mut self.draining, self.membership.obeys(peer)) {
+                    drain.heard = true;
+                }
+            }
             Control::HeartbeatAck { seq } => self.membership.handle_ack(peer, seq),
             Control::Join(join) => self.membership.handle_join(peer, &join, clock::now()),
-            Control::Open(open) => self.obey(peer, Input::Open(open)),
-            Control::Close { session, .. } => self.obey(peer, Input::Close(session)),
-            Control::Cancel { session, below } => self.obey(peer, Input::Cancel { session, below }),
+            Control::Open(open) => {
+                self.counters.opening.fetch_add(1, Ordering::AcqRel);
+                if !self.obey(peer, Input::Open(open)) {
+                    self.counters.opening.fetch_sub(1, Ordering::AcqRel);
+                }
+            }
+            Control::Close { session, .. } => {
+                self.obey(peer, Input::Close(session));
+            }
+            Control::Cancel { session, below } => {
+                self.obey(peer, Input::Cancel { session, below });
+            }
             Control::Probe { nonce } => {
                 if self.membership.allows(peer) {
                     let report = self.counters.report(self.membership.view());
@@ -338,18 +368,18 @@ impl Shell {
         }
     }
 
-    /// Hands on what only the coordinator in force may say.
-    fn obey(&mut self, peer: PeerId, input: Input) {
+    /// Hands on what only the coordinator in force may say; says whether it was handed on.
+    fn obey(&mut self, peer: PeerId, input: Input) -> bool {
         if self.membership.obeys(peer) {
-            self.hand_over(peer, input);
-        } else {
-            tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
+            return self.hand_over(peer, input);
         }
+        tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
+        false
     }
 
     fn handle_data(&mut self, peer: PeerId, body: Bytes) {
         if !self.greeter.is_greeted(peer) {
-            return;
+            return tracing::warn!(%peer, "data of a peer that has not greeted is dropped");
         }
         match codec::decode_data(body) {
             Ok(Data::Frame(frame)) => {
@@ -365,14 +395,15 @@ impl Shell {
     }
 
     /// Hands an input to the worker; a peer that sends more than the worker can hold is cut off.
-    fn hand_over(&mut self, peer: PeerId, input: Input) {
+    fn hand_over(&mut self, peer: PeerId, input: Input) -> bool {
         match self.inputs.try_send(input) {
-            Ok(()) => {}
+            Ok(()) => return true,
             Err(TrySendError::Full(_)) => {
                 self.refuse(peer, format!("more than {} messages wait for the engine", worker::INPUTS_MAX));
             }
             Err(TrySendError::Disconnected(_)) => tracing::error!("the engine's thread has ended"),
         }
+        false
     }
 
     fn refuse(&mut self, peer: PeerId, reason: String) {
@@ -394,10 +425,12 @@ impl Shell {
     }
 
     fn drain(&mut self) {
-        self.draining = Some(clock::now() + DRAIN_DEADLINE);
+        let route = self.membership.route();
+        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: route.is_none() });
         self.observe(StageEvent::Draining);
-        if let Some(route) = self.membership.route() {
+        if let Some(route) = route {
             self.send(route.coordinator, &Control::Draining);
+            self.send(route.coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
         }
     }
 

@@ -181,7 +181,10 @@ impl Worker {
     fn handle(&mut self, input: Input) -> bool {
         match input {
             Input::Frame(frame) => self.frame(frame),
-            Input::Open(open) => self.open(open),
+            Input::Open(open) => {
+                self.open(open);
+                self.parts.counters.opening.fetch_sub(1, Ordering::AcqRel);
+            }
             Input::Close(session) => self.close(session),
             Input::Cancel { session, below } => {
                 if let Some(session) = self.sessions.get_mut(&session) {
