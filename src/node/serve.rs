@@ -206,11 +206,17 @@ impl Shell {
                 }
             }
             self.drain_membership()?;
-            let empty = self.counters.open_sessions() == 0;
-            if self.draining.as_ref().is_some_and(|drain| drain.until <= clock::now() || (drain.heard && empty)) {
+            if self.draining.as_ref().is_some_and(|drain| self.is_drained(drain)) {
                 return Ok(());
             }
         }
+    }
+
+    /// Whether a draining stage may end: its time is up, or nobody can open a session any more and
+    /// none is open.
+    fn is_drained(&self, drain: &Draining) -> bool {
+        let closed = drain.heard || self.membership.route().is_none();
+        drain.until <= clock::now() || (closed && self.counters.open_sessions() == 0)
     }
 
     fn poll_timeout(&self) -> Option<Instant> {
@@ -425,10 +431,9 @@ impl Shell {
     }
 
     fn drain(&mut self) {
-        let route = self.membership.route();
-        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: route.is_none() });
+        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: false });
         self.observe(StageEvent::Draining);
-        if let Some(route) = route {
+        if let Some(route) = self.membership.route() {
             self.send(route.coordinator, &Control::Draining);
             self.send(route.coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
         }
