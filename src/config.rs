@@ -18,6 +18,9 @@ pub struct StageSettings {
     pub max_sessions: u32,
     /// Wire encodings it offers, best first. Default both.
     pub encodings: Vec<WireEncoding>,
+    /// Addresses at which other peers reach it, each ending in `/p2p/<its peer>`. Default empty:
+    /// those that its link listens on.
+    pub announce: Vec<Multiaddr>,
 }
 
 /// Sessions that a stage holds at once by default.

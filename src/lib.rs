@@ -10,7 +10,8 @@
 //! 5. the reply travels back over [`transport`];
 //! 6. [`api`] streams what the coordinator committed.
 //!
-//! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says.
+//! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says. [`wan`]
+//! emulates the network between the stages.
 
 pub mod api;
 pub mod cli;
@@ -24,3 +25,4 @@ pub mod model;
 pub mod node;
 pub mod proto;
 pub mod transport;
+pub mod wan;

@@ -16,7 +16,7 @@ use crate::cli::answer::Answer;
 use crate::cli::client::{Client, ClientError};
 use crate::cli::console::{self, Failure, Signals};
 use crate::cli::ids::read_ids;
-use crate::cli::ring::{LocalRing, LocalRingOptions, interrupted, with_ring};
+use crate::cli::ring::{LocalRing, LocalRingOptions, LocalStage, interrupted, with_ring};
 use crate::cli::screen::Screen;
 use crate::cli::tiling::{tile, tile_plain};
 use crate::coordinator::job::SubmitError;
@@ -25,6 +25,7 @@ use crate::engine::solo;
 use crate::ids::{LayerRange, TokenId, WireEncoding};
 use crate::model::{Checkpoint, ModelConfig};
 use crate::proto::control::Sampling;
+use crate::wan::{PathStats, ProxyHandle, WanSettings};
 
 /// The built-in prompt.
 const PROMPT: &str = "It was a truth universally known in the neighbourhood, that";
@@ -89,6 +90,10 @@ pub struct DemoArgs {
     /// Threads of each stage's engine
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub threads: usize,
+    /// Put every hop behind an emulated network, such as rtt=40ms,loss=0.1%,rate=50mbit; each hop
+    /// has it to itself
+    #[arg(long, value_name = "SETTINGS")]
+    pub wan: Option<WanSettings>,
     /// One JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -150,18 +155,17 @@ impl Demo {
             in_flight: args.in_flight,
             drafts: args.drafts,
             threads: args.threads,
+            wan: args.wan.clone(),
+            seed: args.seed,
         };
         let mut signals = Signals::new()?;
         let work = async |ring: &LocalRing| {
             self.introduce(ring);
-            let stages: Vec<Value> = ring
-                .stages
-                .iter()
-                .map(|stage| json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() }))
-                .collect();
-            Ok((self.ask(ring).await?, stages))
+            let answer = self.ask(ring).await?;
+            let stages: Vec<Value> = ring.stages.iter().map(stage_json).collect();
+            Ok((answer, stages, args.wan.as_ref().map(|wan| path_row(wan, &ring.stages))))
         };
-        let (answer, stages) = with_ring(&options, &mut signals, work).await?;
+        let (answer, stages, path) = with_ring(&options, &mut signals, work).await?;
         let demo = Arc::clone(self);
         let reference = tokio::select! {
             reference = tokio::task::spawn_blocking(move || demo.reference()) => {
@@ -171,7 +175,7 @@ impl Demo {
         };
         let ids = answer.ids()?;
         let equal = reference == ids;
-        self.report(&answer, equal, &reference);
+        self.report(&answer, path, equal, &reference);
         if args.json {
             console::line(&self.json(&answer, equal, &stages).to_string());
         }
@@ -234,11 +238,12 @@ impl Demo {
         object["reference_equal"] = json!(equal);
         object["mode"] = json!(self.args.mode.name());
         object["wire"] = json!(self.args.wire);
+        object["wan"] = json!(self.args.wan.as_ref().map(ToString::to_string));
         object["stages"] = json!(stages);
         object
     }
 
-    fn report(&self, answer: &Answer, equal: bool, reference: &[TokenId]) {
+    fn report(&self, answer: &Answer, path: Option<String>, equal: bool, reference: &[TokenId]) {
         let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
         let list = |name: &str| {
             let values = answer.measured.get(name).and_then(Value::as_array);
@@ -264,7 +269,7 @@ impl Demo {
             ),
         ];
         let mut table = String::from("\n");
-        for (name, value) in rows {
+        for (name, value) in path.map(|path| ("emulated path of every hop", path)).into_iter().chain(rows) {
             table += &format!("{name:<38} {value}\n");
         }
         let mut out = std::io::stdout().lock();
@@ -294,6 +299,30 @@ fn check(args: &DemoArgs, prompt: &[TokenId], config: &ModelConfig) -> Result<()
         return Err(Failure::new("config", format!("--temperature {}: expected 0 to 2", args.temperature)));
     }
     Ok(())
+}
+
+fn stage_json(stage: &LocalStage) -> Value {
+    let mut object = json!({ "peer": stage.peer, "pid": stage.child.pid(), "range": stage.range.to_string() });
+    if let Some(wan) = &stage.wan {
+        object["wan"] = json!(wan.stats());
+    }
+    object
+}
+
+/// What the emulated network is, and what it did to the packets of all hops.
+fn path_row(wan: &WanSettings, stages: &[LocalStage]) -> String {
+    let (mut sum, mut machine) = (PathStats::default(), 0);
+    for stats in stages.iter().filter_map(|stage| stage.wan.as_ref()).map(ProxyHandle::stats) {
+        sum += stats.inward;
+        sum += stats.outward;
+        machine += stats.inward.overflowed + stats.outward.overflowed + stats.unsent + stats.overrun.unwrap_or(0);
+    }
+    let mut row =
+        format!("{wan} ({} packets, {} lost, {} found a full queue)", sum.entered, sum.lost, sum.queue_dropped);
+    if machine > 0 {
+        row += &format!("; this machine is too busy for it: it dropped {machine} packets of its own");
+    }
+    row
 }
 
 fn first_difference(got: &[TokenId], reference: &[TokenId]) -> String {

@@ -17,6 +17,7 @@ pub mod score;
 mod screen;
 pub mod stage;
 pub mod tiling;
+pub mod wan;
 
 use std::sync::OnceLock;
 

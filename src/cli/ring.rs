@@ -3,23 +3,29 @@
 //! Every process ends when its stdin closes, so none outlives the process that started it, however
 //! that one ends.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures::future::join_all;
-use libp2p::PeerId;
+use libp2p::multiaddr::Protocol;
+use libp2p::{Multiaddr, PeerId};
 use serde_json::Value;
 
 use crate::cli::console::{Failure, Signals};
 use crate::cli::process::{Child, Spawn};
 use crate::ids::{LayerRange, WireEncoding};
 use crate::transport::identity;
+use crate::wan::{Proxy, ProxyHandle, ProxySettings, WanSettings};
 
 /// How long a stage may take to load its layers.
 const STAGE_DEADLINE: Duration = Duration::from_secs(300);
 
 /// How long the coordinator may take until a token has gone round.
 const COORDINATOR_DEADLINE: Duration = Duration::from_secs(60);
+
+/// Where the proxies of an emulated network listen.
+const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// How a local ring is made.
 #[derive(Debug, Clone)]
@@ -36,6 +42,10 @@ pub struct LocalRingOptions {
     pub drafts: Option<u32>,
     /// Threads of each stage's engine.
     pub threads: usize,
+    /// The emulated network in front of every stage; `None`: the ring talks over loopback alone.
+    pub wan: Option<WanSettings>,
+    /// Seed of what is random on that network.
+    pub seed: u64,
 }
 
 /// A stage of a local ring.
@@ -47,6 +57,10 @@ pub struct LocalStage {
     pub range: LayerRange,
     /// Its process.
     pub child: Child,
+    /// The emulated network in front of it; each of its neighbours has paths of its own there.
+    pub wan: Option<ProxyHandle>,
+    /// That network before it is told where the stage listens.
+    proxy: Option<Proxy>,
 }
 
 /// A ring under way; dropped, it ends.
@@ -97,8 +111,11 @@ impl LocalRing {
         let coordinator = coordinator.public().to_peer_id();
         for range in &options.cut {
             let identity = ring.folder.path().join(format!("stage-{}-{}.key", range.lo(), range.hi()));
-            let child = spawn_stage(options, *range, &identity, coordinator)?;
-            ring.stages.push(LocalStage { peer: String::new(), range: *range, child });
+            // The proxy's address must be known before that of the stage behind it.
+            let proxy = options.wan.as_ref().map(|_| Proxy::bind(LOOPBACK)).transpose().map_err(Failure::of("wan"))?;
+            let announce = proxy.as_ref().map(|proxy| quic_address(proxy.address()));
+            let child = spawn_stage(options, *range, (&identity, coordinator), announce)?;
+            ring.stages.push(LocalStage { peer: String::new(), range: *range, child, proxy, wan: None });
         }
         Ok(ring)
     }
@@ -106,10 +123,15 @@ impl LocalRing {
     /// Waits for the stages, starts the coordinator and waits until a token went round.
     async fn ready(&mut self, options: &LocalRingOptions) -> Result<(), Failure> {
         let mut addresses = Vec::new();
-        for stage in &mut self.stages {
+        for (at, stage) in self.stages.iter_mut().enumerate() {
             let ready = stage.child.ready(STAGE_DEADLINE).await.map_err(Failure::of("stage"))?;
             stage.peer = text(&ready, "/peer")?;
-            addresses.push(text(&ready, "/addresses/0")?);
+            let mut reached_at = "/addresses/0";
+            if let Some(proxy) = stage.proxy.take() {
+                stage.wan = Some(join_wan(options, at, proxy, &text(&ready, reached_at)?)?);
+                reached_at = "/announced/0";
+            }
+            addresses.push(text(&ready, reached_at)?);
         }
         let coordinator = spawn_coordinator(options, &self.coordinator_key(), &addresses)?;
         let ready = self.coordinator.insert(coordinator).ready(COORDINATOR_DEADLINE).await;
@@ -139,8 +161,8 @@ impl LocalRing {
 fn spawn_stage(
     options: &LocalRingOptions,
     range: LayerRange,
-    identity: &Path,
-    coordinator: PeerId,
+    (identity, coordinator): (&Path, PeerId),
+    announce: Option<Multiaddr>,
 ) -> Result<Child, Failure> {
     let mut args = vec!["stage".to_owned(), "--parent-pipe".to_owned()];
     let mut flag = |name: &str, value: String| args.extend([name.to_owned(), value]);
@@ -149,6 +171,9 @@ fn spawn_stage(
     flag("--identity", identity.display().to_string());
     flag("--allow", coordinator.to_string());
     flag("--threads", options.threads.to_string());
+    if let Some(address) = announce {
+        flag("--announce", address.to_string());
+    }
     Child::spawn(Spawn { name: format!("stage {range}"), args }).map_err(Failure::of("stage"))
 }
 
@@ -169,6 +194,36 @@ fn spawn_coordinator(options: &LocalRingOptions, identity: &Path, stages: &[Stri
         flag("--stage", stage.clone());
     }
     Child::spawn(Spawn { name: "coordinator".to_owned(), args }).map_err(Failure::of("coordinator"))
+}
+
+/// Puts a proxy in front of a stage that has said where it listens.
+fn join_wan(options: &LocalRingOptions, at: usize, proxy: Proxy, address: &str) -> Result<ProxyHandle, Failure> {
+    let wan = options.wan.clone().unwrap_or_default();
+    let settings = ProxySettings { wan, seed: options.seed.wrapping_add(at as u64), ..ProxySettings::default() };
+    let target = udp_address(address).ok_or_else(|| {
+        Failure::new("wan", format!("a stage listens on {address}: expected /ip4/IP/udp/PORT or /ip6/IP/udp/PORT"))
+    })?;
+    proxy.start(target, settings).map_err(Failure::of("wan"))
+}
+
+fn quic_address(address: SocketAddr) -> Multiaddr {
+    Multiaddr::from(address.ip()).with(Protocol::Udp(address.port())).with(Protocol::QuicV1)
+}
+
+/// The UDP address that a multiaddr begins with.
+#[allow(clippy::wildcard_enum_match_arm, reason = "the enum is libp2p's, and open-ended")]
+fn udp_address(address: &str) -> Option<SocketAddr> {
+    let address: Multiaddr = address.parse().ok()?;
+    let mut parts = address.iter();
+    let ip: IpAddr = match parts.next()? {
+        Protocol::Ip4(ip) => ip.into(),
+        Protocol::Ip6(ip) => ip.into(),
+        _ => return None,
+    };
+    match parts.next()? {
+        Protocol::Udp(port) => Some(SocketAddr::new(ip, port)),
+        _ => None,
+    }
 }
 
 fn text(value: &Value, pointer: &str) -> Result<String, Failure> {

@@ -13,6 +13,7 @@ use crate::cli::ring::{LocalRing, LocalRingOptions, with_ring};
 use crate::cli::score::{self, ScoreArgs, score_over_http};
 use crate::cli::stage::{self, StageArgs};
 use crate::cli::tiling::tile_plain;
+use crate::cli::wan::{self, WanArgs};
 use crate::ids::TokenId;
 use crate::model::Checkpoint;
 
@@ -29,6 +30,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Score a token sequence on a running coordinator, or on a ring started for it
     Score(ScoreArgs),
+    /// Put an emulated wide-area network in front of processes, and change it while they talk
+    Wan(WanArgs),
 }
 
 /// Whether this process was asked for a command that a program may have started, and listens to.
@@ -44,6 +47,7 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Stage(args) => stage::run(args),
         Command::Coordinator(args) => coordinator::run(args),
+        Command::Wan(args) => wan::run(args),
         Command::Generate(args) => {
             console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))
         }
@@ -61,7 +65,16 @@ fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failu
     let taps = config.draft.as_ref().map(|draft| draft.targets.as_slice());
     let cut = tile_plain(config.layers, args.stages, taps).map_err(Failure::of("config"))?;
     let wire = args.wire.unwrap_or_default();
-    let options = LocalRingOptions { model: args.model.clone(), cut, wire, in_flight: None, drafts: None, threads: 1 };
+    let options = LocalRingOptions {
+        model: args.model.clone(),
+        cut,
+        wire,
+        in_flight: None,
+        drafts: None,
+        threads: 1,
+        wan: None,
+        seed: 0,
+    };
     let ids = ids.to_vec();
     let runtime = console::runtime()?;
     let scored = runtime.block_on(async {

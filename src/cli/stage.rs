@@ -40,6 +40,10 @@ pub struct StageArgs {
     /// Address to listen on; more than one may be given
     #[arg(long, value_name = "MULTIADDR", default_value = "/ip4/127.0.0.1/udp/0/quic-v1")]
     pub listen: Vec<Multiaddr>,
+    /// Address at which others reach this stage, in place of those listened on: a forwarded port, a
+    /// proxy; more than one may be given
+    #[arg(long, value_name = "MULTIADDR")]
+    pub announce: Vec<Multiaddr>,
     /// Coordinator to dial and offer this stage to; ends in /p2p/PEERID, and only that peer is obeyed
     #[arg(long, value_name = "MULTIADDR")]
     pub coordinator: Option<Multiaddr>,
@@ -184,12 +188,14 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
     };
+    let announce = announce(args, identity.public().to_peer_id())?;
     let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(unbuilt)?;
     let settings = StageSettings {
         coordinator: args.coordinator.clone(),
         obey,
         max_sessions: args.max_sessions,
         encodings: args.wire.clone(),
+        announce,
     };
     let digest = checkpoint.digest();
     console::runtime()?.block_on(async {
@@ -199,12 +205,13 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
                 .await
                 .map_err(Failure::of("listen"))?;
         let facts = engine.facts().clone();
-        let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
+        let texts = |addresses: &[Multiaddr]| addresses.iter().map(Multiaddr::to_string).collect::<Vec<_>>();
         console::line(&format!(
             "READY {}",
             json!({
                 "peer": link.local_peer().to_string(),
-                "addresses": addresses,
+                "addresses": texts(&link.addresses()),
+                "announced": texts(&settings.announce),
                 "range": facts.range.to_string(),
                 "device": facts.device,
                 "draft_block": facts.draft_block,
@@ -228,6 +235,17 @@ fn obey(args: &StageArgs) -> Result<Obey, Failure> {
         peers.insert(peer);
     }
     Ok(if args.open { Obey::Anyone } else { Obey::Peers(peers) })
+}
+
+/// The addresses to announce, with this stage's name at the end.
+fn announce(args: &StageArgs, peer: PeerId) -> Result<Vec<Multiaddr>, Failure> {
+    let named = args.announce.iter().map(|address| {
+        address.clone().with_p2p(peer).map_err(|_| {
+            let why = format!("--announce {address}: expected an address of this stage, whose name is {peer}");
+            Failure::new("config", why)
+        })
+    });
+    named.collect()
 }
 
 fn print_events() -> mpsc::Sender<StageEvent> {

@@ -131,6 +131,7 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
         draining: None,
         max_sessions: settings.max_sessions,
         encodings: settings.encodings.clone(),
+        announce: settings.announce.clone(),
         observer,
         link,
     };
@@ -163,6 +164,7 @@ struct Shell {
     draining: Option<Instant>,
     max_sessions: u32,
     encodings: Vec<WireEncoding>,
+    announce: Vec<Multiaddr>,
     observer: Option<mpsc::Sender<StageEvent>>,
 }
 
@@ -430,6 +432,7 @@ impl Shell {
     }
 
     fn offer(&self) -> Offer {
+        let listened = if self.announce.is_empty() { self.link.addresses() } else { Vec::new() };
         Offer {
             range: self.facts.range,
             device: self.facts.device.clone(),
@@ -437,7 +440,7 @@ impl Shell {
             max_context: self.facts.max_context,
             max_sessions: self.max_sessions,
             encodings: self.encodings.clone(),
-            addresses: self.link.addresses().iter().map(Multiaddr::to_string).collect(),
+            addresses: self.announce.iter().chain(&listened).map(Multiaddr::to_string).collect(),
             pid: std::process::id(),
             view: self.membership.view(),
         }

@@ -6,6 +6,7 @@
 mod pump;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -84,6 +85,8 @@ struct Side {
     over: watch::Receiver<()>,
     /// The reason that the other side gives to its owner.
     said: Arc<OnceLock<String>>,
+    /// Bodies queued on control.
+    control_taken: Arc<AtomicU64>,
 }
 
 fn pair(a: PeerId, b: PeerId) -> (PeerId, PeerId) {
@@ -235,26 +238,28 @@ impl MemoryLink {
         Ok(state.hosts.get(&self.peer).and_then(|host| host.sides.get(&peer)).map(|side| side.up.clone()))
     }
 
-    fn queue(&self, peer: PeerId, lane: Lane) -> Result<mpsc::Sender<Parcel>, LinkError> {
+    fn queue(&self, peer: PeerId, lane: Lane) -> Result<SendQueue, LinkError> {
         let state = self.net.lock();
         if !self.lives(&state) {
             return Err(LinkError::Closed);
         }
         let side = state.hosts.get(&self.peer).and_then(|host| host.sides.get(&peer));
-        match (side, lane) {
-            (None, _) => Err(LinkError::NotConnected { peer }),
-            (Some(side), Lane::Control) => Ok(side.control.clone()),
-            (Some(side), Lane::Data) => Ok(side.data.clone()),
-        }
+        let side = side.ok_or(LinkError::NotConnected { peer })?;
+        let queue = match lane {
+            Lane::Control => side.control.clone(),
+            Lane::Data => side.data.clone(),
+        };
+        Ok(SendQueue { lane, queue, control_taken: Arc::clone(&side.control_taken) })
     }
 
     /// The parcel to queue, or `None` where a cut swallows it.
-    fn parcel(&self, peer: PeerId, body: Bytes) -> Option<Parcel> {
+    fn parcel(&self, peer: PeerId, queue: &SendQueue, body: Bytes) -> Option<Parcel> {
         if self.net.is_cut(self.peer, peer) {
             return None;
         }
         let delay = self.net.delay(self.peer, peer);
-        Some(Parcel { due: (!delay.is_zero()).then(|| Box::pin(tokio::time::sleep(delay))), body })
+        let due = (!delay.is_zero()).then(|| Box::pin(tokio::time::sleep(delay)));
+        Some(Parcel { due, after: queue.control_taken.load(Ordering::Acquire), body })
     }
 
     async fn connect(&self, number: u64, peer: PeerId) -> Result<(), String> {
@@ -295,6 +300,22 @@ impl MemoryLink {
         let up = seat(&self.net, &mut state, near, near_wires).ok_or_else(missing)?;
         seat(&self.net, &mut state, far, far_wires).ok_or_else(missing)?;
         Ok(up)
+    }
+}
+
+/// The owner's end of a lane's send queue.
+struct SendQueue {
+    lane: Lane,
+    queue: mpsc::Sender<Parcel>,
+    control_taken: Arc<AtomicU64>,
+}
+
+impl SendQueue {
+    /// Counts a body that was queued.
+    fn count(&self) {
+        if self.lane == Lane::Control {
+            self.control_taken.fetch_add(1, Ordering::Release);
+        }
     }
 }
 
@@ -343,8 +364,16 @@ fn seat(net: &Arc<Net>, state: &mut State, seat: Seat, wires: Wires) -> Option<w
     let (up_sender, up) = watch::channel(false);
     let (over_sender, over) = watch::channel(());
     let [control, data] = wires.out;
-    let side =
-        Side { connection: seat.connection, control, data, stop: Some(stop), up: up.clone(), over, said: wires.said };
+    let side = Side {
+        connection: seat.connection,
+        control,
+        data,
+        stop: Some(stop),
+        up: up.clone(),
+        over,
+        said: wires.said,
+        control_taken: Arc::default(),
+    };
     host.sides.insert(seat.other, side);
     let pump = Pump {
         net: Arc::downgrade(net),
@@ -410,10 +439,10 @@ impl Link for MemoryLink {
         async move {
             lane.check(&body)?;
             let queue = self.queue(peer, lane)?;
-            let Some(parcel) = self.parcel(peer, body) else { return Ok(()) };
+            let Some(parcel) = self.parcel(peer, &queue, body) else { return Ok(()) };
             let deadline = self.net.settings.stall_deadline;
-            match tokio::time::timeout(deadline, queue.send(parcel)).await {
-                Ok(sent) => sent.map_err(|_| LinkError::NotConnected { peer }),
+            match tokio::time::timeout(deadline, queue.queue.send(parcel)).await {
+                Ok(sent) => sent.map(|()| queue.count()).map_err(|_| LinkError::NotConnected { peer }),
                 Err(_) => {
                     Err(LinkError::Stalled { peer, waited_ms: u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX) })
                 }
@@ -425,8 +454,8 @@ impl Link for MemoryLink {
     fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
         lane.check(&body)?;
         let queue = self.queue(peer, lane)?;
-        let Some(parcel) = self.parcel(peer, body) else { return Ok(()) };
-        queue.try_send(parcel).map_err(|error| match error {
+        let Some(parcel) = self.parcel(peer, &queue, body) else { return Ok(()) };
+        queue.queue.try_send(parcel).map(|()| queue.count()).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => LinkError::Stalled { peer, waited_ms: 0 },
             mpsc::error::TrySendError::Closed(_) => LinkError::NotConnected { peer },
         })

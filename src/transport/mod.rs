@@ -33,6 +33,10 @@ pub const EVENT_QUEUE_MAX: usize = 1024;
 pub const EVENT_BYTES_MAX: u32 = 4 * BODY_BYTES_MAX;
 
 /// An ordered stream of bodies; lanes don't block one another.
+///
+/// On a new connection, the first body on [`Lane::Data`] comes after every body that was queued on
+/// [`Lane::Control`] before it, so a greeting is heard before what it introduces. From then on the
+/// lanes know no order between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
     /// Control messages: opened first, never behind data.

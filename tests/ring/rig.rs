@@ -73,6 +73,7 @@ pub(crate) fn start_stage(
         obey: Obey::Peers([coordinator].into()),
         max_sessions: MAX_SESSIONS,
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
+        announce: Vec::new(),
     };
     let task = tokio::spawn(async move { serve(parts, &settings).await });
     Stage { peer, address, stop, task }

@@ -31,6 +31,7 @@ contract!(
     bodies_arrive_in_order_on_each_lane,
     bodies_up_to_the_limit_arrive_and_longer_ones_are_refused,
     empty_bodies_arrive,
+    a_greeting_on_control_is_heard_before_data,
     dialling_at_once_from_both_sides_gives_one_connection,
     dialling_a_connected_peer_returns_at_once,
     a_dial_proves_who_answers,
@@ -113,6 +114,26 @@ async fn empty_bodies_arrive(network: Network) {
     for lane in [Lane::Control, Lane::Data] {
         a.link.send(b.peer(), lane, Bytes::new()).await.unwrap();
         assert_eq!(b.expect_body(a.peer()).await, (lane, Bytes::new()));
+    }
+}
+
+async fn a_greeting_on_control_is_heard_before_data(network: Network) {
+    const GREETINGS: u32 = 5;
+    let (mut a, mut b) = (network.node().await, network.node().await);
+    for _ in 0..20 {
+        join(&mut a, &mut b).await;
+        for n in 0..GREETINGS {
+            a.link.try_send(b.peer(), Lane::Control, numbered(n, 200_000)).unwrap();
+        }
+        a.link.try_send(b.peer(), Lane::Data, numbered(GREETINGS, 4)).unwrap();
+        for n in 0..=GREETINGS {
+            let lane = if n < GREETINGS { Lane::Control } else { Lane::Data };
+            let (got_lane, body) = b.expect_body(a.peer()).await;
+            assert_eq!((got_lane, number(&body)), (lane, n));
+        }
+        a.link.disconnect(b.peer(), "again");
+        a.expect_disconnected(b.peer()).await;
+        b.expect_disconnected(a.peer()).await;
     }
 }
 

@@ -148,7 +148,7 @@ async fn garbage_on_a_lane_ends_the_connection_with_a_reason() {
         (with(&too_long), vec![], "Control lane: a body of 1073741824 bytes announced, 1048576 at most"),
         (start(), vec![too_long], "Data lane: a body of 1073741824 bytes announced, 67108864 at most"),
         (with(&long_note), vec![], "Control lane: a note of 2147483647 bytes announced, 1024 at most"),
-        (with(&odd_note), vec![], "Control lane: a note that is none of hello, accept and farewell"),
+        (with(&odd_note), vec![], "Control lane: a note that is none that is known"),
         (with(&hello()), vec![], "Control lane: a hello where a body or a farewell must come"),
         (start(), vec![accept()], "Data lane: an accept where a body or a farewell must come"),
     ] {

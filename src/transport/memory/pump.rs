@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::super::events::EventSender;
+use super::super::events::{EventSender, NoOwner};
 use super::super::{Lane, LinkEvent};
 use super::{Net, Seat, unseat};
 
@@ -17,6 +17,8 @@ use super::{Net, Seat, unseat};
 pub(super) struct Parcel {
     /// When it arrives; at once without.
     pub(super) due: Option<Pin<Box<tokio::time::Sleep>>>,
+    /// Bodies that were queued on control before.
+    pub(super) after: u64,
     pub(super) body: Bytes,
 }
 
@@ -46,10 +48,9 @@ impl Pump {
             up.send_replace(true);
             let [control, data] = inward;
             let drained = async {
-                tokio::join!(
-                    deliver(&net, &seat, &events, Lane::Control, control),
-                    deliver(&net, &seat, &events, Lane::Data, data)
-                );
+                let passed = watch::Sender::new(0);
+                let line = |lane| Line { net: &net, seat: &seat, events: &events, lane, passed: &passed };
+                tokio::join!(line(Lane::Control).deliver(control), line(Lane::Data).deliver(data));
                 farewell(&net, &seat, &heard).await
             };
             let reason = tokio::select! {
@@ -66,18 +67,48 @@ impl Pump {
     }
 }
 
-/// Delivers one lane until the sender ends, or the owner does.
-async fn deliver(net: &Weak<Net>, seat: &Seat, events: &EventSender, lane: Lane, mut inward: mpsc::Receiver<Parcel>) {
-    while let Some(Parcel { due, body }) = inward.recv().await {
-        if let Some(due) = due {
-            due.await;
+/// The way of one lane's bodies to the owner.
+struct Line<'a> {
+    net: &'a Weak<Net>,
+    seat: &'a Seat,
+    events: &'a EventSender,
+    lane: Lane,
+    /// Bodies that came on control, or were lost.
+    passed: &'a watch::Sender<u64>,
+}
+
+impl Line<'_> {
+    /// Delivers until the sender ends, or the owner does.
+    async fn deliver(self, mut inward: mpsc::Receiver<Parcel>) {
+        let mut began = self.lane == Lane::Control;
+        while let Some(Parcel { due, after, body }) = inward.recv().await {
+            if let Some(due) = due {
+                due.await;
+            }
+            if !began {
+                // The sender lives in the caller.
+                let _ = self.passed.subscribe().wait_for(|passed| *passed >= after).await;
+                began = true;
+            }
+            if self.hand_over(body).await.is_err() {
+                break;
+            }
+            if self.lane == Lane::Control {
+                self.passed.send_modify(|passed| *passed += 1);
+            }
         }
-        if net.upgrade().is_some_and(|net| net.is_cut(seat.owner, seat.other)) {
-            continue;
+        if self.lane == Lane::Control {
+            // Nothing is left to wait for.
+            self.passed.send_replace(u64::MAX);
         }
-        if events.send(LinkEvent::Received { peer: seat.other, lane, body }).await.is_err() {
-            return;
+    }
+
+    async fn hand_over(&self, body: Bytes) -> Result<(), NoOwner> {
+        let Seat { owner, other: peer, .. } = *self.seat;
+        if self.net.upgrade().is_some_and(|net| net.is_cut(owner, peer)) {
+            return Ok(());
         }
+        self.events.send(LinkEvent::Received { peer, lane: self.lane, body }).await
     }
 }
 

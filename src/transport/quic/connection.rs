@@ -6,10 +6,13 @@
 //! body passes through neither this task nor the swarm's.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytes::Bytes;
 use libp2p::swarm::Stream;
 use libp2p::{Multiaddr, PeerId};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc::error::{SendError, TrySendError};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -23,9 +26,37 @@ use super::registry::{Turn, Verdict};
 /// What others need to use or end a connection.
 #[derive(Debug)]
 pub(super) struct Handle {
-    pub(super) control: mpsc::Sender<Outgoing>,
-    pub(super) data: mpsc::Sender<Outgoing>,
+    pub(super) control: SendQueue,
+    pub(super) data: SendQueue,
     pub(super) stop: oneshot::Sender<Stop>,
+}
+
+/// The owner's end of a lane's send queue; counts the bodies that it took.
+#[derive(Debug, Clone)]
+pub(super) struct SendQueue {
+    queue: mpsc::Sender<Outgoing>,
+    taken: Arc<AtomicU64>,
+}
+
+impl SendQueue {
+    fn new() -> (Self, mpsc::Receiver<Outgoing>) {
+        let (queue, receiver) = mpsc::channel(SEND_QUEUE_MAX);
+        (Self { queue, taken: Arc::default() }, receiver)
+    }
+
+    /// Queues a body if there is room, else gives it back.
+    pub(super) fn try_send(&self, body: Bytes) -> Result<(), TrySendError<Outgoing>> {
+        self.queue.try_send(Outgoing::Body(body))?;
+        self.taken.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Queues what [`SendQueue::try_send`] gave back, waiting for room.
+    pub(super) async fn send(&self, body: Outgoing) -> Result<(), SendError<Outgoing>> {
+        self.queue.send(body).await?;
+        self.taken.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
 }
 
 /// Why a connection is to end.
@@ -71,8 +102,8 @@ struct Settled {
 
 /// The send queues, both ends.
 struct Queues {
-    control: (mpsc::Sender<Outgoing>, mpsc::Receiver<Outgoing>),
-    data: (mpsc::Sender<Outgoing>, mpsc::Receiver<Outgoing>),
+    control: (SendQueue, mpsc::Receiver<Outgoing>),
+    data: (SendQueue, mpsc::Receiver<Outgoing>),
 }
 
 /// How a lane ended.
@@ -127,13 +158,13 @@ impl Connection {
         };
         let hello = match control_in.note("a hello").await.map_err(|error| error.to_string())? {
             Note::Hello(hello) => hello,
-            other @ (Note::Accept { .. } | Note::Farewell { .. }) => {
+            other @ (Note::Accept { .. } | Note::After { .. } | Note::Farewell { .. }) => {
                 return Err(control_in.unexpected_note(&other, "a hello").to_string());
             }
         };
         let decides = self.shared.registry().decides(self.peer);
         let heard = if decides { None } else { Some(accepted(&mut control_in).await?) };
-        let queues = Queues { control: mpsc::channel(SEND_QUEUE_MAX), data: mpsc::channel(SEND_QUEUE_MAX) };
+        let queues = Queues { control: SendQueue::new(), data: SendQueue::new() };
         let (stop_sender, stop) = oneshot::channel();
         let handle = Handle { control: queues.control.0.clone(), data: queues.data.0.clone(), stop: stop_sender };
         let verdict = match heard {
@@ -169,8 +200,11 @@ impl Connection {
         tracing::debug!(%peer, address = %self.address, dialled = self.dialled, "connected");
 
         let mut readers = JoinSet::new();
-        readers.spawn(read(Lane::Control, control_in, peer, self.events.clone()));
-        readers.spawn(read(Lane::Data, data_in, peer, self.events.clone()));
+        let (control_heard, heard) = watch::channel(0);
+        let line = |lane, heard| Line { lane, peer, events: self.events.clone(), heard };
+        readers.spawn(line(Lane::Control, Heard::Count(control_heard)).read(control_in));
+        readers.spawn(line(Lane::Data, Heard::Await(heard)).read(data_in));
+        data_out.after(Arc::clone(&control.taken));
         let mut writers = JoinSet::new();
         writers.spawn(async move { control_out.run(&mut control_queue).await });
         writers.spawn(async move { data_out.run(&mut data_queue).await });
@@ -187,7 +221,7 @@ impl Connection {
             let last = async {
                 // A lane that broke is past a farewell.
                 let (near, far) = (Outgoing::Farewell(farewell.clone()), Outgoing::Farewell(farewell));
-                let _ = tokio::join!(control.send(near), data.send(far));
+                let _ = tokio::join!(control.queue.send(near), data.queue.send(far));
                 // The peer closes when it has read both.
                 while self.parts.recv().await.is_some() {}
             };
@@ -277,22 +311,51 @@ async fn accepted(control: &mut LaneReader<Stream>) -> Result<u64, String> {
     match control.note("an accept").await.map_err(|error| error.to_string())? {
         Note::Accept { serial } => Ok(serial),
         Note::Farewell { reason } => Err(closed_by_peer(&reason)),
-        other @ Note::Hello(_) => Err(control.unexpected_note(&other, "an accept").to_string()),
+        other @ (Note::Hello(_) | Note::After { .. }) => Err(control.unexpected_note(&other, "an accept").to_string()),
     }
 }
 
-/// Reads a lane into the owner's queue until it ends. While the queue is full nothing is read, so
-/// the peer's window closes.
-async fn read(lane: Lane, mut reader: LaneReader<Stream>, peer: PeerId, events: EventSender) -> End {
-    loop {
-        let body = match reader.next().await {
-            Ok(Incoming::Body(body)) => body,
-            Ok(Incoming::Note(Note::Farewell { reason })) => return End::Farewell(reason),
-            Ok(Incoming::Note(note)) => return failed(&reader.unexpected_note(&note, "a body or a farewell")),
-            Err(error) => return failed(&error),
-        };
-        if let Err(error) = events.send(LinkEvent::Received { peer, lane, body }).await {
-            return End::Error(error.to_string());
+/// What the lanes of a connection know of each other: bodies that came on control.
+enum Heard {
+    Count(watch::Sender<u64>),
+    Await(watch::Receiver<u64>),
+    Nothing,
+}
+
+/// The way of one lane's bodies to the owner.
+struct Line {
+    lane: Lane,
+    peer: PeerId,
+    events: EventSender,
+    heard: Heard,
+}
+
+impl Line {
+    /// Reads a lane into the owner's queue until it ends. While the queue is full nothing is read,
+    /// so the peer's window closes.
+    async fn read(mut self, mut reader: LaneReader<Stream>) -> End {
+        loop {
+            let body = match (reader.next().await, &mut self.heard) {
+                (Ok(Incoming::Body(body)), _) => body,
+                (Ok(Incoming::Note(Note::Farewell { reason })), _) => return End::Farewell(reason),
+                (Ok(Incoming::Note(Note::After { control })), Heard::Await(heard)) => {
+                    if heard.wait_for(|heard| *heard >= control).await.is_err() {
+                        return End::Error("the control lane ended before the data lane began".to_owned());
+                    }
+                    self.heard = Heard::Nothing;
+                    continue;
+                }
+                (Ok(Incoming::Note(note)), _) => {
+                    return failed(&reader.unexpected_note(&note, "a body or a farewell"));
+                }
+                (Err(error), _) => return failed(&error),
+            };
+            if let Err(error) = self.events.send(LinkEvent::Received { peer: self.peer, lane: self.lane, body }).await {
+                return End::Error(error.to_string());
+            }
+            if let Heard::Count(count) = &self.heard {
+                count.send_modify(|count| *count += 1);
+            }
         }
     }
 }

@@ -8,6 +8,8 @@ use std::error::Error;
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::{Buf, Bytes, BytesMut};
 use futures::{AsyncRead, AsyncWrite, AsyncWriteExt};
@@ -46,6 +48,11 @@ pub(super) enum Note {
     Accept {
         /// Rises with every connection that the sender accepted.
         serial: u64,
+    },
+    /// First on the data lane: what follows may be heard only after so many bodies on control.
+    After {
+        /// Bodies that were queued on control before.
+        control: u64,
     },
     /// Last on a lane, from the side that closes.
     Farewell {
@@ -88,7 +95,7 @@ pub(super) enum LaneError {
     TooLong { lane: Lane, got: u32, limit: u32 },
     #[error("{lane:?} lane: a note of {got} bytes announced, {limit} at most")]
     NoteTooLong { lane: Lane, got: u32, limit: u32 },
-    #[error("{lane:?} lane: a note that is none of hello, accept and farewell")]
+    #[error("{lane:?} lane: a note that is none that is known")]
     Malformed { lane: Lane },
     #[error("{lane:?} lane: {got} where {expected} must come")]
     Unexpected { lane: Lane, got: &'static str, expected: &'static str },
@@ -127,6 +134,10 @@ impl Note {
                 body.push(2);
                 body.extend_from_slice(&serial.to_le_bytes());
             }
+            Self::After { control } => {
+                body.push(4);
+                body.extend_from_slice(&control.to_le_bytes());
+            }
             Self::Farewell { reason } => {
                 body.push(3);
                 let mut end = reason.len().min(REASON_BYTES_MAX);
@@ -157,6 +168,10 @@ impl Note {
                 let [serial] = numbers(rest)?;
                 Some(Self::Accept { serial })
             }
+            4 => {
+                let [control] = numbers(rest)?;
+                Some(Self::After { control })
+            }
             3 => {
                 let text = std::str::from_utf8(rest).ok()?;
                 // It goes into logs and onto terminals.
@@ -171,6 +186,7 @@ impl Note {
         match self {
             Self::Hello(_) => "a hello",
             Self::Accept { .. } => "an accept",
+            Self::After { .. } => "an after",
             Self::Farewell { .. } => "a farewell",
         }
     }
@@ -266,11 +282,18 @@ impl<S: AsyncRead + Unpin> LaneReader<S> {
 pub(super) struct LaneWriter<S> {
     stream: S,
     scratch: Vec<u8>,
+    /// Bodies queued on control; taken by the first body of the data lane.
+    after: Option<Arc<AtomicU64>>,
 }
 
 impl<S: AsyncWrite + Unpin> LaneWriter<S> {
     pub(super) fn new(stream: S) -> Self {
-        Self { stream, scratch: Vec::new() }
+        Self { stream, scratch: Vec::new(), after: None }
+    }
+
+    /// Makes the first body say how many bodies were queued on control before it.
+    pub(super) fn after(&mut self, control: Arc<AtomicU64>) {
+        self.after = Some(control);
     }
 
     /// Writes a note at once.
@@ -307,6 +330,9 @@ impl<S: AsyncWrite + Unpin> LaneWriter<S> {
 
     /// Puts a body into the scratch buffer, writing out what doesn't fit.
     async fn body(&mut self, body: Bytes) -> io::Result<()> {
+        if let Some(control) = self.after.take() {
+            Note::After { control: control.load(Ordering::Acquire) }.encode(&mut self.scratch);
+        }
         // The sender checked the lane's limit, far below the note's bit.
         let length = body.len() as u32;
         self.scratch.extend_from_slice(&length.to_le_bytes());
@@ -418,7 +444,12 @@ mod tests {
     #[tokio::test]
     async fn notes_come_back_and_a_farewell_ends_the_lane() {
         let hello = Note::Hello(Hello { instance: u64::MAX, number: 3, oldest: 2 });
-        for note in [hello, Note::Accept { serial: 7 }, Note::Farewell { reason: "wrong numerics id".to_owned() }] {
+        for note in [
+            hello,
+            Note::Accept { serial: 7 },
+            Note::After { control: 2 },
+            Note::Farewell { reason: "wrong numerics id".to_owned() },
+        ] {
             let mut writer = LaneWriter::new(Cursor::new(Vec::new()));
             writer.note(&note).await.unwrap();
             let mut reader = LaneReader::new(Lane::Control, Cursor::new(writer.stream.into_inner()));

@@ -30,9 +30,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use self::behaviour::Behaviour;
-use self::connection::{Handle, Stop};
+use self::connection::{Handle, SendQueue, Stop};
 use self::driver::{Command, Driver};
-use self::lane::Outgoing;
 use self::registry::{Attempt, Registry};
 use super::events::event_queue;
 use super::{Lane, Link, LinkError, LinkEvents, split_peer};
@@ -169,7 +168,7 @@ impl Shared {
         if self.is_closed() { Err(LinkError::Closed) } else { Ok(()) }
     }
 
-    fn queue(&self, peer: PeerId, lane: Lane) -> Result<mpsc::Sender<Outgoing>, LinkError> {
+    fn queue(&self, peer: PeerId, lane: Lane) -> Result<SendQueue, LinkError> {
         self.check_open()?;
         let registry = self.registry();
         let handle = registry.current(peer).ok_or(LinkError::NotConnected { peer })?;
@@ -279,7 +278,7 @@ impl Link for QuicLink {
         async move {
             lane.check(&body)?;
             let queue = self.shared.queue(peer, lane)?;
-            let body = match queue.try_send(Outgoing::Body(body)) {
+            let body = match queue.try_send(body) {
                 Ok(()) => return Ok(()),
                 Err(mpsc::error::TrySendError::Closed(_)) => return Err(LinkError::NotConnected { peer }),
                 Err(mpsc::error::TrySendError::Full(body)) => body,
@@ -297,7 +296,7 @@ impl Link for QuicLink {
 
     fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
         lane.check(&body)?;
-        self.shared.queue(peer, lane)?.try_send(Outgoing::Body(body)).map_err(|error| match error {
+        self.shared.queue(peer, lane)?.try_send(body).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => LinkError::Stalled { peer, waited_ms: 0 },
             mpsc::error::TrySendError::Closed(_) => LinkError::NotConnected { peer },
         })
