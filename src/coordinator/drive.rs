@@ -30,7 +30,7 @@ impl Shell {
 
     /// Sends one token round an idle ring, to know that it is ready.
     pub(super) fn probe_ring(&mut self, now: Instant) {
-        if self.ring.whole().is_empty() || !self.sessions.is_empty() {
+        if self.ring.missing().is_some() || !self.sessions.is_empty() {
             return;
         }
         self.nonce += 1;
@@ -53,9 +53,9 @@ impl Shell {
         let whole = self.ring.whole();
         let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
-        if ring.is_empty() {
-            let why = format!("the ring is not whole: {}", self.ring.missing().unwrap_or_default());
-            return self.end_unstarted(reader, JobError::Deadline { waited_ms: 0, why });
+        // A stage that drains is still there, and takes no session.
+        if let Some(why) = self.ring.missing() {
+            return self.end_unstarted(reader, JobError::NotReady { why });
         }
         let drafts = match request.mode.unwrap_or_default() {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),
@@ -324,6 +324,8 @@ impl Shell {
             Some(blame) => {
                 let why = format!("no reply for {waited_ms} ms; {}", blame.why);
                 self.ring.handle_fault(blame.peer, &why, clock::now());
+                // Who hears of the failure finds the ring's state true.
+                self.publish();
                 self.fail(id, stage_lost(blame.peer, blame.range, &why));
             }
             None => {
@@ -348,6 +350,7 @@ impl Shell {
     /// The ring of the sessions is no more.
     pub(super) fn handle_broken(&mut self, peer: PeerId, range: LayerRange, why: &str) {
         self.forget_round();
+        self.publish();
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
             let closing = self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Closing { .. }));
             if closing {

@@ -402,7 +402,6 @@ impl Shell {
                 Output::Broken { peer, range, why } => {
                     tracing::warn!(%peer, %range, why, "the ring is broken");
                     self.handle_broken(peer, range, &why);
-                    self.publish();
                 }
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
@@ -418,7 +417,7 @@ impl Shell {
         }
     }
 
-    fn publish(&self) {
+    pub(super) fn publish(&self) {
         let whole = self.ring.whole();
         let context = whole.iter().map(|member| member.offer.max_context).min().unwrap_or(0);
         let sessions = whole.iter().map(|member| member.offer.max_sessions).min().unwrap_or(0);

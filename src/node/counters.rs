@@ -1,7 +1,7 @@
 //! What the worker counts and the shell reports, without stopping the worker.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ids::{Epoch, Position, SessionId, View};
@@ -72,6 +72,8 @@ pub struct Counters {
     pub queued: AtomicU32,
     /// Bytes of weight tensors loaded since start.
     pub loaded_bytes: AtomicU64,
+    /// Every session that a draining stage may still get was taken in.
+    pub drained: AtomicBool,
     service: Mutex<Service>,
     sessions: Mutex<BTreeMap<SessionId, Arc<SessionCounters>>>,
 }

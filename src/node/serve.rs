@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,12 @@ use crate::transport::{Lane, Link, LinkEvent, LinkEvents};
 
 /// How long a draining stage waits for its sessions to end.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
+/// How often it looks whether they have.
+const DRAIN_LOOK: Duration = Duration::from_millis(50);
+
+/// Number of the heartbeat that follows the word that this stage drains.
+const DRAIN_SEQ: u64 = u64::MAX;
 
 /// Results of dials that wait for the shell.
 const DIALS_MAX: usize = 64;
@@ -151,6 +158,14 @@ enum Dialled {
     Neighbour { peer: PeerId, result: Result<(), String> },
 }
 
+struct Draining {
+    until: Instant,
+    /// The coordinator knows.
+    heard: bool,
+    /// The worker is to note when it has taken in what came before.
+    asked: bool,
+}
+
 struct Shell {
     link: Arc<dyn Link>,
     greeter: Greeter,
@@ -161,7 +176,7 @@ struct Shell {
     inputs: SyncSender<Input>,
     dialled: mpsc::Sender<Dialled>,
     redial: Option<Redial>,
-    draining: Option<Instant>,
+    draining: Option<Draining>,
     max_sessions: u32,
     encodings: Vec<WireEncoding>,
     announce: Vec<Multiaddr>,
@@ -191,7 +206,7 @@ impl Shell {
                 }
             }
             self.drain_membership()?;
-            if self.draining.is_some_and(|until| until <= clock::now() || self.counters.open_sessions() == 0) {
+            if self.drained() {
                 return Ok(());
             }
         }
@@ -200,7 +215,7 @@ impl Shell {
     fn poll_timeout(&self) -> Option<Instant> {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         // A draining stage looks often, since sessions end without an event for the shell.
-        let draining = self.draining.map(|until| until.min(clock::now() + Duration::from_millis(50)));
+        let draining = self.draining.as_ref().map(|draining| draining.until.min(clock::now() + DRAIN_LOOK));
         [self.greeter.poll_timeout(), self.membership.poll_timeout(), redial, draining].into_iter().flatten().min()
     }
 
@@ -311,6 +326,7 @@ impl Shell {
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
+            Control::HeartbeatAck { seq: DRAIN_SEQ } => self.handle_drain_heard(peer),
             Control::HeartbeatAck { seq } => self.membership.handle_ack(peer, seq),
             Control::Join(join) => self.membership.handle_join(peer, &join, clock::now()),
             Control::Open(open) => self.obey(peer, Input::Open(open)),
@@ -394,11 +410,29 @@ impl Shell {
     }
 
     fn drain(&mut self) {
-        self.draining = Some(clock::now() + DRAIN_DEADLINE);
+        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: false, asked: false });
         self.observe(StageEvent::Draining);
         if let Some(route) = self.membership.route() {
             self.send(route.coordinator, &Control::Draining);
+            self.send(route.coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
         }
+    }
+
+    /// The coordinator opens no session here after its answer, and opened the others before it.
+    fn handle_drain_heard(&mut self, peer: PeerId) {
+        if let Some(draining) = self.draining.as_mut().filter(|_| self.membership.obeys(peer)) {
+            draining.heard = true;
+        }
+    }
+
+    /// Whether a draining stage can end: nothing is open, nothing can come, or it waited too long.
+    fn drained(&mut self) -> bool {
+        let Some(draining) = &mut self.draining else { return false };
+        if (draining.heard || self.membership.route().is_none()) && !draining.asked {
+            draining.asked = self.inputs.try_send(Input::Drain).is_ok();
+        }
+        let done = self.counters.drained.load(Ordering::Acquire) && self.counters.open_sessions() == 0;
+        done || draining.until <= clock::now()
     }
 
     fn drain_membership(&mut self) -> Result<(), ServeError> {

@@ -92,6 +92,7 @@ async fn a_draining_stage_finishes_what_is_open() {
     let cut = ranges("0:2 2:4 4:7");
     let mut rig = Rig::new(&cut, quick()).await;
     let job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Pipelined)).unwrap();
+    rig.until("the session is under way", |rig| rig.coordinator.status().in_flight > 0).await;
     rig.stages[1].stop.send(true).unwrap();
     let run = collect(job).await;
     assert_eq!((run.tokens.len(), run.finish()), (200, Finish::Length));
