@@ -324,8 +324,8 @@ impl Shell {
             Some(blame) => {
                 let why = format!("no reply for {waited_ms} ms; {}", blame.why);
                 self.ring.handle_fault(blame.peer, &why, clock::now());
-                // Who hears of the failure finds the ring's state true.
-                self.publish();
+                // The ring counts as broken before its readers hear of it.
+                self.drain_ring();
                 self.fail(id, stage_lost(blame.peer, blame.range, &why));
             }
             None => {
@@ -350,7 +350,6 @@ impl Shell {
     /// The ring of the sessions is no more.
     pub(super) fn handle_broken(&mut self, peer: PeerId, range: LayerRange, why: &str) {
         self.forget_round();
-        self.publish();
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
             let closing = self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Closing { .. }));
             if closing {

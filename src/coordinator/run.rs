@@ -395,12 +395,14 @@ impl Shell {
         }
     }
 
-    fn drain_ring(&mut self) {
+    pub(super) fn drain_ring(&mut self) {
         while let Some(output) = self.ring.poll_output() {
             match output {
                 Output::Send { to, message } => self.send(to, &message),
                 Output::Broken { peer, range, why } => {
                     tracing::warn!(%peer, %range, why, "the ring is broken");
+                    // Published first: whoever hears of the loss finds the ring not ready.
+                    self.publish();
                     self.handle_broken(peer, range, &why);
                 }
                 Output::Whole { view } => {
@@ -417,7 +419,7 @@ impl Shell {
         }
     }
 
-    pub(super) fn publish(&self) {
+    fn publish(&self) {
         let whole = self.ring.whole();
         let context = whole.iter().map(|member| member.offer.max_context).min().unwrap_or(0);
         let sessions = whole.iter().map(|member| member.offer.max_sessions).min().unwrap_or(0);

@@ -1,7 +1,7 @@
 //! What the worker counts and the shell reports, without stopping the worker.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ids::{Epoch, Position, SessionId, View};
@@ -70,10 +70,10 @@ pub struct Counters {
     pub busy_us: AtomicU64,
     /// Frames that wait for the engine.
     pub queued: AtomicU32,
+    /// Sessions that the worker has yet to open.
+    pub opening: AtomicU32,
     /// Bytes of weight tensors loaded since start.
     pub loaded_bytes: AtomicU64,
-    /// Every session that a draining stage may still get was taken in.
-    pub drained: AtomicBool,
     service: Mutex<Service>,
     sessions: Mutex<BTreeMap<SessionId, Arc<SessionCounters>>>,
 }
@@ -98,10 +98,12 @@ impl Counters {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner).remove(&session);
     }
 
-    /// How many sessions are open.
+    /// How many sessions are open, or about to be.
     #[must_use]
     pub fn open_sessions(&self) -> usize {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).len()
+        // In this order: a session that is being opened is counted twice rather than not at all.
+        let opening = self.opening.load(Ordering::Acquire) as usize;
+        opening + self.sessions.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Counts a pass of `single` or several positions that took `us` microseconds.

@@ -26,14 +26,14 @@ use crate::proto::greeter::{Greeter, Greeting};
 use crate::transport::redial::{Redial, peer_of};
 use crate::transport::{Lane, Link, LinkEvent, LinkEvents};
 
-/// How long a draining stage waits for its sessions to end.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
-
-/// How often it looks whether they have.
+/// Pause between looks at whether a draining stage's sessions have ended.
 const DRAIN_LOOK: Duration = Duration::from_millis(50);
 
-/// Number of the heartbeat that follows the word that this stage drains.
+/// Heartbeat whose answer says that the coordinator has heard of the draining: it answers in order.
 const DRAIN_SEQ: u64 = u64::MAX;
+
+/// How long a draining stage waits for its sessions to end.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Results of dials that wait for the shell.
 const DIALS_MAX: usize = 64;
@@ -158,12 +158,12 @@ enum Dialled {
     Neighbour { peer: PeerId, result: Result<(), String> },
 }
 
+/// A stage on its way out.
 struct Draining {
+    /// When it ends, whatever is open then.
     until: Instant,
-    /// The coordinator knows.
+    /// The coordinator has heard of it: every session that it opens here is known by now.
     heard: bool,
-    /// The worker is to note when it has taken in what came before.
-    asked: bool,
 }
 
 struct Shell {
@@ -215,7 +215,7 @@ impl Shell {
     fn poll_timeout(&self) -> Option<Instant> {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         // A draining stage looks often, since sessions end without an event for the shell.
-        let draining = self.draining.as_ref().map(|draining| draining.until.min(clock::now() + DRAIN_LOOK));
+        let draining = self.draining.as_ref().map(|drain| drain.until.min(clock::now() + DRAIN_LOOK));
         [self.greeter.poll_timeout(), self.membership.poll_timeout(), redial, draining].into_iter().flatten().min()
     }
 
@@ -326,12 +326,25 @@ impl Shell {
     fn handle_message(&mut self, peer: PeerId, message: Control) {
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
-            Control::HeartbeatAck { seq: DRAIN_SEQ } => self.handle_drain_heard(peer),
+            Control::HeartbeatAck { seq: DRAIN_SEQ } => {
+                if let (Some(drain), true) = (&mut self.draining, self.membership.obeys(peer)) {
+                    drain.heard = true;
+                }
+            }
             Control::HeartbeatAck { seq } => self.membership.handle_ack(peer, seq),
             Control::Join(join) => self.membership.handle_join(peer, &join, clock::now()),
-            Control::Open(open) => self.obey(peer, Input::Open(open)),
-            Control::Close { session, .. } => self.obey(peer, Input::Close(session)),
-            Control::Cancel { session, below } => self.obey(peer, Input::Cancel { session, below }),
+            Control::Open(open) => {
+                self.counters.opening.fetch_add(1, Ordering::AcqRel);
+                if !self.obey(peer, Input::Open(open)) {
+                    self.counters.opening.fetch_sub(1, Ordering::AcqRel);
+                }
+            }
+            Control::Close { session, .. } => {
+                self.obey(peer, Input::Close(session));
+            }
+            Control::Cancel { session, below } => {
+                self.obey(peer, Input::Cancel { session, below });
+            }
             Control::Probe { nonce } => {
                 if self.membership.allows(peer) {
                     let report = self.counters.report(self.membership.view());
@@ -354,18 +367,18 @@ impl Shell {
         }
     }
 
-    /// Hands on what only the coordinator in force may say.
-    fn obey(&mut self, peer: PeerId, input: Input) {
+    /// Hands on what only the coordinator in force may say; says whether it was handed on.
+    fn obey(&mut self, peer: PeerId, input: Input) -> bool {
         if self.membership.obeys(peer) {
-            self.hand_over(peer, input);
-        } else {
-            tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
+            return self.hand_over(peer, input);
         }
+        tracing::warn!(%peer, "a message of a peer that this stage does not obey is dropped");
+        false
     }
 
     fn handle_data(&mut self, peer: PeerId, body: Bytes) {
         if !self.greeter.is_greeted(peer) {
-            return;
+            return tracing::warn!(%peer, "data of a peer that has not greeted is dropped");
         }
         match codec::decode_data(body) {
             Ok(Data::Frame(frame)) => {
@@ -381,14 +394,15 @@ impl Shell {
     }
 
     /// Hands an input to the worker; a peer that sends more than the worker can hold is cut off.
-    fn hand_over(&mut self, peer: PeerId, input: Input) {
+    fn hand_over(&mut self, peer: PeerId, input: Input) -> bool {
         match self.inputs.try_send(input) {
-            Ok(()) => {}
+            Ok(()) => return true,
             Err(TrySendError::Full(_)) => {
                 self.refuse(peer, format!("more than {} messages wait for the engine", worker::INPUTS_MAX));
             }
             Err(TrySendError::Disconnected(_)) => tracing::error!("the engine's thread has ended"),
         }
+        false
     }
 
     fn refuse(&mut self, peer: PeerId, reason: String) {
@@ -409,30 +423,22 @@ impl Shell {
         }
     }
 
+    /// Whether a draining stage can end: nothing is open and nothing can come, or it waited too long.
+    fn drained(&self) -> bool {
+        self.draining.as_ref().is_some_and(|drain| {
+            // A coordinator that is gone opens nothing.
+            let heard = drain.heard || self.membership.coordinator().is_none();
+            drain.until <= clock::now() || (heard && self.counters.open_sessions() == 0)
+        })
+    }
+
     fn drain(&mut self) {
-        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: false, asked: false });
+        self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: false });
         self.observe(StageEvent::Draining);
-        if let Some(route) = self.membership.route() {
-            self.send(route.coordinator, &Control::Draining);
-            self.send(route.coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
+        if let Some(coordinator) = self.membership.coordinator() {
+            self.send(coordinator, &Control::Draining);
+            self.send(coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
         }
-    }
-
-    /// The coordinator opens no session here after its answer, and opened the others before it.
-    fn handle_drain_heard(&mut self, peer: PeerId) {
-        if let Some(draining) = self.draining.as_mut().filter(|_| self.membership.obeys(peer)) {
-            draining.heard = true;
-        }
-    }
-
-    /// Whether a draining stage can end: nothing is open, nothing can come, or it waited too long.
-    fn drained(&mut self) -> bool {
-        let Some(draining) = &mut self.draining else { return false };
-        if (draining.heard || self.membership.route().is_none()) && !draining.asked {
-            draining.asked = self.inputs.try_send(Input::Drain).is_ok();
-        }
-        let done = self.counters.drained.load(Ordering::Acquire) && self.counters.open_sessions() == 0;
-        done || draining.until <= clock::now()
     }
 
     fn drain_membership(&mut self) -> Result<(), ServeError> {

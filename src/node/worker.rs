@@ -55,8 +55,6 @@ pub enum Input {
     },
     /// Frees every session and takes this route.
     Route(Option<Route>),
-    /// Notes in the counters that everything handed over before was taken in.
-    Drain,
     /// Ends the thread.
     Stop,
 }
@@ -185,7 +183,10 @@ impl Worker {
     fn handle(&mut self, input: Input) -> bool {
         match input {
             Input::Frame(frame) => self.frame(frame),
-            Input::Open(open) => self.open(open),
+            Input::Open(open) => {
+                self.open(open);
+                self.parts.counters.opening.fetch_sub(1, Ordering::AcqRel);
+            }
             Input::Close(session) => self.close(session),
             Input::Cancel { session, below } => {
                 if let Some(session) = self.sessions.get_mut(&session) {
@@ -193,7 +194,6 @@ impl Worker {
                 }
             }
             Input::Route(route) => self.reroute(route),
-            Input::Drain => self.parts.counters.drained.store(true, Ordering::Release),
             Input::Stop => return false,
         }
         true

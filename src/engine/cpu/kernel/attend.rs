@@ -267,27 +267,30 @@ fn from_lanes<V: Simd>(values: &[[f32; 8]], sum: f32, out: &mut [bf16]) {
 /// of eight.
 #[inline(always)]
 pub(super) fn score8<V: Simd>(q: &[[f32; 8]], keys: &[[f32; 8]]) -> V {
-    let mut rows = [V::splat(0.0); 8];
+    let zero = V::splat(0.0);
+    let (groups, _) = q.as_chunks::<8>();
+    let mut rows: [&[[[f32; 8]; 8]]; 8] = [&[]; 8];
     for (row, key) in rows.iter_mut().zip(keys.chunks_exact(q.len())) {
-        *row = lanes::<V>(q, key);
+        *row = &key.as_chunks::<8>().0[..groups.len()];
     }
-    sum_lanes(rows)
-}
-
-/// The 32 canonical lanes of one dot product, folded to eight.
-#[inline(always)]
-fn lanes<V: Simd>(q: &[[f32; 8]], k: &[[f32; 8]]) -> V {
-    let mut acc = [V::splat(0.0); 4];
-    let (q, _) = q.as_chunks::<8>();
-    let (k, _) = k.as_chunks::<8>();
-    for (q, k) in q.chunks(4).zip(k.chunks(4)) {
-        for ((q, k), acc) in q.iter().zip(k).zip(&mut acc) {
-            let mut s = V::splat(0.0);
-            for e in 0..8 {
-                s = V::load(&k[e]).fma(V::load(&q[e]), s);
+    // The 32 lanes of every key: four vectors each.
+    let mut acc = [[zero; 8]; 4];
+    for (g, group) in groups.iter().enumerate() {
+        let mut s = [zero; 8];
+        for e in 0..8 {
+            let q = V::load(&group[e]);
+            for j in 0..8 {
+                s[j] = V::load(&rows[j][g][e]).fma(q, s[j]);
             }
-            *acc = s.add(*acc);
+        }
+        let lanes = &mut acc[g % 4];
+        for j in 0..8 {
+            lanes[j] = s[j].add(lanes[j]);
         }
     }
-    acc[0].add(acc[2]).add(acc[1].add(acc[3]))
+    let mut folded = [zero; 8];
+    for j in 0..8 {
+        folded[j] = acc[0][j].add(acc[2][j]).add(acc[1][j].add(acc[3][j]));
+    }
+    sum_lanes(folded)
 }
