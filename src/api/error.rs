@@ -135,7 +135,9 @@ impl ApiError {
             Self::Missing { field, .. } => (StatusCode::BAD_REQUEST, "missing_field", Some(field)),
             Self::Unsupported { field, .. } => (StatusCode::BAD_REQUEST, "unsupported_field", Some(field)),
             Self::Prompt(_) => (StatusCode::BAD_REQUEST, "invalid_value", Some("prompt")),
-            Self::Submit(SubmitError::NotReady { .. }) => (StatusCode::SERVICE_UNAVAILABLE, "ring_not_ready", None),
+            Self::Submit(SubmitError::NotReady { .. }) | Self::Job(JobError::NotReady { .. }) => {
+                (StatusCode::SERVICE_UNAVAILABLE, "ring_not_ready", None)
+            }
             Self::Submit(SubmitError::TooLong { .. }) => {
                 (StatusCode::BAD_REQUEST, "context_length_exceeded", Some("max_tokens"))
             }

@@ -53,9 +53,9 @@ impl Shell {
         let whole = self.ring.whole();
         let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
-        if let Some(missing) = self.ring.missing() {
-            let why = format!("the ring is not whole: {missing}");
-            return self.end_unstarted(reader, JobError::Deadline { waited_ms: 0, why });
+        // A stage that drains is still there, and takes no session.
+        if let Some(why) = self.ring.missing() {
+            return self.end_unstarted(reader, JobError::NotReady { why });
         }
         let drafts = match request.mode.unwrap_or_default() {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),

@@ -147,6 +147,12 @@ pub enum JobError {
         /// Bound of the buffer.
         events: usize,
     },
+    /// The ring was lost between the request and its start.
+    #[error("the ring is not ready: {why}; the request can be sent again")]
+    NotReady {
+        /// What is missing.
+        why: String,
+    },
     /// The coordinator stops.
     #[error("the coordinator is shutting down")]
     Shutdown,

@@ -135,7 +135,13 @@ impl Membership {
     /// Whether a control message of this peer, other than a join, is obeyed.
     #[must_use]
     pub fn obeys(&self, peer: PeerId) -> bool {
-        self.route.or(self.joining.as_ref().map(|joining| joining.route)).is_some_and(|route| route.coordinator == peer)
+        self.coordinator() == Some(peer)
+    }
+
+    /// Whose view this stage is in, or is joining.
+    #[must_use]
+    pub fn coordinator(&self) -> Option<PeerId> {
+        self.route.or(self.joining.as_ref().map(|joining| joining.route)).map(|route| route.coordinator)
     }
 
     /// Whether frames of `view` are accepted from `peer`.

@@ -206,17 +206,10 @@ impl Shell {
                 }
             }
             self.drain_membership()?;
-            if self.draining.as_ref().is_some_and(|drain| self.is_drained(drain)) {
+            if self.drained() {
                 return Ok(());
             }
         }
-    }
-
-    /// Whether a draining stage may end: its time is up, or nobody can open a session any more and
-    /// none is open.
-    fn is_drained(&self, drain: &Draining) -> bool {
-        let closed = drain.heard || self.membership.route().is_none();
-        drain.until <= clock::now() || (closed && self.counters.open_sessions() == 0)
     }
 
     fn poll_timeout(&self) -> Option<Instant> {
@@ -430,12 +423,21 @@ impl Shell {
         }
     }
 
+    /// Whether a draining stage can end: nothing is open and nothing can come, or it waited too long.
+    fn drained(&self) -> bool {
+        self.draining.as_ref().is_some_and(|drain| {
+            // A coordinator that is gone opens nothing.
+            let heard = drain.heard || self.membership.coordinator().is_none();
+            drain.until <= clock::now() || (heard && self.counters.open_sessions() == 0)
+        })
+    }
+
     fn drain(&mut self) {
         self.draining = Some(Draining { until: clock::now() + DRAIN_DEADLINE, heard: false });
         self.observe(StageEvent::Draining);
-        if let Some(route) = self.membership.route() {
-            self.send(route.coordinator, &Control::Draining);
-            self.send(route.coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
+        if let Some(coordinator) = self.membership.coordinator() {
+            self.send(coordinator, &Control::Draining);
+            self.send(coordinator, &Control::Heartbeat { seq: DRAIN_SEQ });
         }
     }
 

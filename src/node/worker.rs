@@ -130,7 +130,9 @@ impl Worker {
                 }
                 continue;
             };
-            self.pass(session, work, inputs);
+            if !self.pass(session, work, inputs) {
+                return;
+            }
         }
     }
 
@@ -263,8 +265,9 @@ impl Worker {
             None => SessionReport { session: id, ..SessionReport::default() },
         };
         self.parts.engine.close(id);
-        self.parts.counters.close(id);
         self.tell(Control::Closed { report });
+        // Last: a stage that drains ends when no session is counted.
+        self.parts.counters.close(id);
     }
 
     /// Ends a session here and tells the coordinator why.
@@ -292,19 +295,23 @@ impl Worker {
         None
     }
 
-    fn pass(&mut self, id: SessionId, work: Work, inputs: &Receiver<Input>) {
+    /// Computes and sends on; `false` to end.
+    fn pass(&mut self, id: SessionId, work: Work, inputs: &Receiver<Input>) -> bool {
         let begun = clock::now();
         let result = self.compute(id, &work);
         let us = u64::try_from(clock::now().duration_since(begun).as_micros()).unwrap_or(u64::MAX);
         self.parts.counters.pass(work.ids.len() == 1, us);
         let results = match result {
             Ok(results) => results,
-            Err(reason) => return self.fail(id, reason),
+            Err(reason) => {
+                self.fail(id, reason);
+                return true;
+            }
         };
         if !self.take_in(inputs) {
-            return;
+            return false;
         }
-        let (Some(session), Some(route)) = (self.sessions.get_mut(&id), self.route) else { return };
+        let (Some(session), Some(route)) = (self.sessions.get_mut(&id), self.route) else { return true };
         let to = route.successor.unwrap_or(route.coordinator);
         let mut lost = None;
         for (head, body) in work.heads.iter().zip(results) {
@@ -315,6 +322,7 @@ impl Worker {
         if let Some(error) = lost {
             self.tell(Control::NeighbourLost { view: route.view, peer: to, reason: error.to_string() });
         }
+        true
     }
 
     /// Bodies for the next hop, one per frame.

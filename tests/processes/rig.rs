@@ -41,7 +41,19 @@ pub(crate) fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 
 /// What a process has written so far.
 #[derive(Clone, Default)]
-struct Written(Arc<(Mutex<(Vec<u8>, bool)>, Condvar)>);
+struct Written(Arc<Pipe>);
+
+#[derive(Default)]
+struct Pipe {
+    state: Mutex<Text>,
+    grew: Condvar,
+}
+
+#[derive(Default)]
+struct Text {
+    bytes: Vec<u8>,
+    ended: bool,
+}
 
 impl Written {
     /// Collects everything from `input` on a thread of its own.
@@ -52,10 +64,10 @@ impl Written {
             let mut piece = [0; 4096];
             loop {
                 let read = input.read(&mut piece).unwrap_or(0);
-                let mut state = theirs.0.0.lock().unwrap();
-                state.0.extend_from_slice(&piece[..read]);
-                state.1 = read == 0;
-                theirs.0.1.notify_all();
+                let mut text = theirs.0.state.lock().unwrap();
+                text.bytes.extend_from_slice(&piece[..read]);
+                text.ended = read == 0;
+                theirs.0.grew.notify_all();
                 if read == 0 {
                     return;
                 }
@@ -65,19 +77,19 @@ impl Written {
     }
 
     fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.0.lock().unwrap().0).into_owned()
+        String::from_utf8_lossy(&self.0.state.lock().unwrap().bytes).into_owned()
     }
 
     /// Waits until `look` sees something in the text; `None` at its end or the deadline.
     fn wait<T>(&self, mut look: impl FnMut(&str) -> Option<T>) -> Option<T> {
         let begun = clock::now();
-        let mut state = self.0.0.lock().unwrap();
+        let mut text = self.0.state.lock().unwrap();
         loop {
-            if let Some(seen) = look(&String::from_utf8_lossy(&state.0)) {
+            if let Some(seen) = look(&String::from_utf8_lossy(&text.bytes)) {
                 return Some(seen);
             }
-            let left = PATIENCE.checked_sub(clock::now() - begun).filter(|_| !state.1)?;
-            state = self.0.1.wait_timeout(state, left).unwrap().0;
+            let left = PATIENCE.checked_sub(clock::now() - begun).filter(|_| !text.ended)?;
+            text = self.0.grew.wait_timeout(text, left).unwrap().0;
         }
     }
 }

@@ -1,8 +1,13 @@
 //! A stage dies: the session ends with an error that names it, and the ring serves again.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ringfence::coordinator::job::{Event, Finish, JobError, Mode, Serve, SubmitError};
+use ringfence::engine::cpu::CpuEngine;
+use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
+use ringfence::ids::{Position, SessionId, TokenId};
 
 use crate::rig::{Rig, collect, engine, prompt, quick, ranges, request, start_stage, tiny};
 
@@ -92,6 +97,7 @@ async fn a_draining_stage_finishes_what_is_open() {
     let cut = ranges("0:2 2:4 4:7");
     let mut rig = Rig::new(&cut, quick()).await;
     let job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Pipelined)).unwrap();
+    rig.until("the session is under way", |rig| rig.coordinator.status().in_flight > 0).await;
     rig.stages[1].stop.send(true).unwrap();
     let run = collect(job).await;
     assert_eq!((run.tokens.len(), run.finish()), (200, Finish::Length));
@@ -102,5 +108,51 @@ async fn a_draining_stage_finishes_what_is_open() {
     })
     .await;
     rig.stages.remove(1);
+    rig.end().await;
+}
+
+/// An engine that takes its time, and says when.
+struct Slow(CpuEngine, Arc<AtomicBool>);
+
+impl Engine for Slow {
+    fn facts(&self) -> &EngineFacts {
+        self.0.facts()
+    }
+
+    fn state_bytes(&self, shape: &SessionShape) -> u64 {
+        self.0.state_bytes(shape)
+    }
+
+    fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
+        self.0.open(session, shape)
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.0.close(session);
+    }
+
+    fn forward(&mut self, batch: &[Chunk<'_>], out: &mut Output) -> Result<(), EngineError> {
+        self.1.store(true, Ordering::Release);
+        std::thread::sleep(Duration::from_millis(100));
+        self.1.store(false, Ordering::Release);
+        self.0.forward(batch, out)
+    }
+
+    fn draft(&mut self, session: SessionId, at: Position, anchor: TokenId) -> Result<Drafts, EngineError> {
+        self.0.draft(session, at, anchor)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stage_ends_while_it_computes() {
+    let busy = Arc::new(AtomicBool::new(false));
+    let mut rig = Rig::wrapped(&ranges("0:7"), quick(), &|engine| Box::new(Slow(engine, Arc::clone(&busy)))).await;
+    let mut job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Pipelined)).unwrap();
+    assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
+    rig.until("the stage computes", |_| busy.load(Ordering::Acquire)).await;
+    rig.network.kill(rig.stages[0].peer);
+    let ended = tokio::time::timeout(Duration::from_secs(10), &mut rig.stages[0].task).await.unwrap().unwrap();
+    assert!(ended.is_err(), "its network is gone");
+    rig.stages.clear();
     rig.end().await;
 }
