@@ -7,7 +7,7 @@ use ringfence::cli::{console, ringctl, version};
 
 /// Pipeline-ring inference of very large models on volunteers' GPUs
 #[derive(Debug, Parser)]
-#[command(name = "ringctl", version = version())]
+#[command(name = "ringctl", version = version(), propagate_version = true)]
 struct Args {
     #[command(subcommand)]
     command: ringctl::Command,

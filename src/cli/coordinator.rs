@@ -113,7 +113,7 @@ fn settings(args: &CoordinatorArgs) -> Result<CoordinatorSettings, Failure> {
         in_flight_max: count("--in-flight", args.in_flight, 1, 1_024)?,
         draft_max: args.drafts.unwrap_or(u32::MAX),
         prefill_chunk: count("--prefill-chunk", args.prefill_chunk, 1, 4_096)?,
-        max_sessions: count("--max-sessions", args.max_sessions, 1, 65_536)?,
+        max_sessions: count("--max-sessions", args.max_sessions, 1, 4_096)?,
         reply_deadline: seconds("--reply-deadline", args.reply_deadline)?,
         dead_after: seconds("--dead-after", args.dead_after)?,
         ..CoordinatorSettings::default()

@@ -21,6 +21,7 @@ use crate::ids::{LayerRange, WireEncoding};
 use crate::model::Checkpoint;
 use crate::node::membership::Obey;
 use crate::node::serve::{self, StageEvent, StageParts};
+use crate::proto::codec::{ADDRESSES_MAX, SESSIONS_MAX};
 use crate::transport::identity;
 use crate::transport::quic::{QuicLink, QuicSettings};
 use crate::transport::redial::peer_of;
@@ -114,8 +115,13 @@ fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
     if !(1..=THREADS_MAX).contains(&threads) {
         return Err(Failure::new("config", format!("--threads {threads}: expected 1 to {THREADS_MAX}")));
     }
-    if args.max_sessions == 0 || args.max_sessions > 65_536 {
-        return Err(Failure::new("config", format!("--max-sessions {}: expected 1 to 65536", args.max_sessions)));
+    if args.max_sessions == 0 || args.max_sessions as usize > SESSIONS_MAX {
+        let why = format!("--max-sessions {}: expected 1 to {SESSIONS_MAX}", args.max_sessions);
+        return Err(Failure::new("config", why));
+    }
+    if args.announce.len() > ADDRESSES_MAX {
+        let why = format!("--announce: {} addresses, expected {ADDRESSES_MAX} at most", args.announce.len());
+        return Err(Failure::new("config", why));
     }
     Ok(CpuSettings { threads, max_context: args.max_context, ..CpuSettings::default() })
 }

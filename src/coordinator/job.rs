@@ -324,3 +324,31 @@ pub trait Serve: Send + Sync + 'static {
     /// The model served.
     fn model(&self) -> ModelFacts;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_slow_reader_ends_its_session_and_is_told_so() {
+        let (mut job, side, caller) = Job::channel(SessionId(1));
+        for index in 0..=JOB_EVENTS_MAX {
+            let index = u32::try_from(index).unwrap();
+            let sent = side.send(Event::Token { index, token: TokenId(0) });
+            if index as usize == JOB_EVENTS_MAX {
+                assert_eq!(sent, Err(JobError::SlowReader { events: JOB_EVENTS_MAX }));
+            } else {
+                assert_eq!(sent, Ok(()));
+            }
+        }
+        let verdict = Event::Failed(JobError::SlowReader { events: JOB_EVENTS_MAX });
+        side.end(verdict.clone());
+        let mut last = None;
+        while let Some(event) = job.events.recv().await {
+            last = Some(event);
+        }
+        assert_eq!(last, Some(verdict), "the last event has a place of its own");
+        drop(job);
+        assert!(caller.await.is_err(), "a dropped job is a caller that is gone");
+    }
+}

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use libp2p::{Multiaddr, PeerId};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::clock;
 use crate::config::StageSettings;
@@ -19,8 +19,8 @@ use crate::engine::{Engine, EngineFacts};
 use crate::ids::WireEncoding;
 use crate::node::counters::Counters;
 use crate::node::membership::{Membership, Output};
-use crate::node::worker::{self, Input, WorkerParts};
-use crate::proto::codec::{self, Data};
+use crate::node::worker::{self, Input, Started, WorkerParts};
+use crate::proto::codec::{self, ADDRESSES_MAX, Data};
 use crate::proto::control::{Control, Hello, Offer, Role};
 use crate::proto::greeter::{Greeter, Greeting};
 use crate::transport::redial::{Redial, peer_of};
@@ -117,7 +117,7 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
     let facts = engine.facts().clone();
     let counters = Arc::new(Counters::default());
     worker::count_loaded(&counters, facts.weight_bytes);
-    let (inputs, thread) = worker::start(WorkerParts {
+    let Started { inputs, ended, thread } = worker::start(WorkerParts {
         engine,
         link: Arc::clone(&link),
         runtime: tokio::runtime::Handle::current(),
@@ -142,7 +142,7 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
         observer,
         link,
     };
-    let result = shell.run(events, dials, stop).await;
+    let result = shell.run(events, (dials, ended), stop).await;
     // The worker may wait for room in a send queue; the link ends that wait.
     let _ = shell.inputs.send(Input::Stop);
     shell.link.shutdown().await;
@@ -187,7 +187,7 @@ impl Shell {
     async fn run(
         &mut self,
         mut events: LinkEvents,
-        mut dials: mpsc::Receiver<Dialled>,
+        (mut dials, mut ended): (mpsc::Receiver<Dialled>, oneshot::Receiver<()>),
         mut stop: watch::Receiver<bool>,
     ) -> Result<(), ServeError> {
         loop {
@@ -197,6 +197,9 @@ impl Shell {
                     Some(event) => self.handle_link(event)?,
                     None => return Err(ServeError::LinkEnded),
                 },
+                _ = &mut ended => {
+                    return Err(ServeError::Worker { why: "it ended by itself; the log says where".to_owned() });
+                }
                 Some(dialled) = dials.recv() => self.handle_dialled(dialled),
                 () = sleep_until(timer) => self.handle_timeout(),
                 changed = stop.changed(), if self.draining.is_none() => {
@@ -480,7 +483,7 @@ impl Shell {
             max_context: self.facts.max_context,
             max_sessions: self.max_sessions,
             encodings: self.encodings.clone(),
-            addresses: self.announce.iter().chain(&listened).map(Multiaddr::to_string).collect(),
+            addresses: self.announce.iter().chain(&listened).take(ADDRESSES_MAX).map(Multiaddr::to_string).collect(),
             pid: std::process::id(),
             view: self.membership.view(),
         }

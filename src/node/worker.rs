@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use half::bf16;
 use libp2p::PeerId;
+use tokio::sync::oneshot;
 
 use crate::clock;
 use crate::engine::wire::Wire;
@@ -73,17 +74,33 @@ pub struct WorkerParts {
     pub max_sessions: u32,
 }
 
+/// A worker under way.
+pub struct Started {
+    /// What the shell tells it.
+    pub inputs: SyncSender<Input>,
+    /// Resolves when the thread has ended, for whatever reason.
+    pub ended: oneshot::Receiver<()>,
+    /// The thread.
+    pub thread: std::thread::JoinHandle<()>,
+}
+
 /// Starts the worker's thread.
 ///
 /// # Errors
 /// The system's error where no thread can be started.
-pub fn start(parts: WorkerParts) -> std::io::Result<(SyncSender<Input>, std::thread::JoinHandle<()>)> {
-    let (sender, receiver) = sync_channel(INPUTS_MAX);
+pub fn start(parts: WorkerParts) -> std::io::Result<Started> {
+    let (inputs, receiver) = sync_channel(INPUTS_MAX);
+    let (alive, ended) = oneshot::channel::<()>();
     let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
+        // Dropped however the thread ends, also by a panic.
+        let _alive = alive;
+        let runtime = parts.runtime.clone();
+        // Links use the runtime's timers.
+        let _entered = runtime.enter();
         let mut worker = Worker::new(parts);
         worker.run(&receiver);
     })?;
-    Ok((sender, thread))
+    Ok(Started { inputs, ended, thread })
 }
 
 struct Early {

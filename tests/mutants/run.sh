@@ -21,6 +21,8 @@ if [ $# -eq 0 ]; then
 fi
 
 (cd "$repo" && git ls-files -z | tar --null -T - -cf -) | tar -C "$scratch" -xf -
+# A repository of its own: a patch is then applied here, and not to the tree above.
+git -C "$scratch" init --quiet
 survived=0
 for name in "$@"; do
     patch=$here/$name.patch
@@ -30,7 +32,7 @@ for name in "$@"; do
         echo "$name: the patch lacks its 'mutant:' or 'test:' line" >&2
         exit 2
     fi
-    (cd "$scratch" && patch -p1 --quiet --fuzz=0 <"$patch") || {
+    (cd "$scratch" && git apply <(sed 1,3d "$patch")) || {
         echo "$name: the patch does not apply; make it anew against the code as it stands" >&2
         exit 2
     }
@@ -46,7 +48,7 @@ for name in "$@"; do
         red=$(grep -c '^    [a-z_:0-9]*$' "$scratch/.log" || true)
         echo "killed   $name: $what ($red tests red)"
     fi
-    (cd "$scratch" && patch -p1 --quiet -R <"$patch")
+    (cd "$scratch" && git apply -R <(sed 1,3d "$patch"))
 done
 if [ "$survived" -ne 0 ]; then
     echo "$survived mutants survived: a test is missing" >&2

@@ -156,3 +156,46 @@ async fn a_stage_ends_while_it_computes() {
     rig.stages.clear();
     rig.end().await;
 }
+
+/// An engine that breaks after some passes, as a defect of ours would.
+struct Broken(CpuEngine, u32);
+
+impl Engine for Broken {
+    fn facts(&self) -> &EngineFacts {
+        self.0.facts()
+    }
+
+    fn state_bytes(&self, shape: &SessionShape) -> u64 {
+        self.0.state_bytes(shape)
+    }
+
+    fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
+        self.0.open(session, shape)
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.0.close(session);
+    }
+
+    fn forward(&mut self, batch: &[Chunk<'_>], out: &mut Output) -> Result<(), EngineError> {
+        assert!(self.1 > 0, "this engine breaks on purpose");
+        self.1 -= 1;
+        self.0.forward(batch, out)
+    }
+
+    fn draft(&mut self, session: SessionId, at: Position, anchor: TokenId) -> Result<Drafts, EngineError> {
+        self.0.draft(session, at, anchor)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stage_whose_engine_breaks_ends_and_is_named() {
+    let mut rig = Rig::wrapped(&ranges("0:7"), quick(), &|engine| Box::new(Broken(engine, 20))).await;
+    let mut job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Plain)).unwrap();
+    let error = collect_rest(&mut job).await;
+    assert!(names(&error, "0:7"), "{error}");
+    let ended = tokio::time::timeout(Duration::from_secs(20), &mut rig.stages[0].task).await.unwrap().unwrap();
+    assert!(ended.is_err(), "a stage without its engine does not go on");
+    rig.stages.clear();
+    rig.end().await;
+}

@@ -21,13 +21,13 @@ pub const CONTROL_HEADER_BYTES: usize = 6;
 /// Longest text in a control message, in bytes.
 const TEXT_BYTES_MAX: usize = 4096;
 /// Most addresses of one peer.
-const ADDRESSES_MAX: usize = 16;
+pub const ADDRESSES_MAX: usize = 16;
 /// Most encodings in an offer.
 const ENCODINGS_MAX: usize = 8;
 /// Most boundaries of a session.
 const BOUNDARIES_MAX: usize = 1024;
 /// Most sessions in a report.
-const SESSIONS_MAX: usize = 4096;
+pub const SESSIONS_MAX: usize = 4096;
 /// Highest temperature.
 const TEMPERATURE_MAX: f32 = 100.0;
 

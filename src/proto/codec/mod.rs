@@ -8,7 +8,9 @@ mod control;
 mod data;
 mod read;
 
-pub use control::{CONTROL_HEADER_BYTES, CONTROL_MAGIC, bounded_reason, decode_control, encode_control};
+pub use control::{
+    ADDRESSES_MAX, CONTROL_HEADER_BYTES, CONTROL_MAGIC, SESSIONS_MAX, bounded_reason, decode_control, encode_control,
+};
 pub use data::{
     DATA_MAGIC, Data, FRAME_HEADER_BYTES, FrameBuffer, REPLY_HEADER_BYTES, decode_data, encode_frame, encode_reply,
     frame_header_bytes,
