@@ -1,7 +1,7 @@
 //! The tensors of one range, checked before they are read and counted as they are.
 //!
 //! Owns the opened shards of a range. Every accessor returns bytes of a type and shape that
-//! [`RangeWeights::open`] has compared with the configuration.
+//! Opening them has compared with the configuration.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -18,7 +18,7 @@ use super::settings::{DELAY_MAX, JitterShape, PathSettings};
 /// Bytes of IPv4 and UDP headers, which a packet adds to its payload under a rate and in its queue.
 pub const HEADER_BYTES: u64 = 28;
 
-/// Bytes that a path holds at most, queued and under way, with [`PACKET_COST`] a packet.
+/// Bytes that a path holds at most, queued and under way, with `PACKET_COST` a packet.
 pub const HELD_BYTES_MAX: u64 = 32 << 20;
 
 /// What a packet costs to hold beside its payload, in bytes.

@@ -4,8 +4,8 @@
 //! open on it. A pass cuts its chunks into waves of rows; a wave goes through the layers, products
 //! over all its rows at once, attention row by row. No bit of a row depends on the wave it is in.
 //!
-//! [`kernel`] computes, [`load`] packs, [`state`] remembers, [`layer`] is one layer of the model,
-//! [`tail`] what follows the last one, [`drafter`] the drafts. [`inspect`] is for tests.
+//! [`kernel`] computes, `load` packs, `state` remembers, `layer` is one layer of the model,
+//! `tail` what follows the last one, `drafter` the drafts. [`inspect`] is for tests.
 
 mod attention;
 mod compress;

@@ -2,7 +2,7 @@
 //!
 //! Owns the link that real nodes use. A peer's name is proven by its key in the TLS handshake. One
 //! connection per peer carries two lanes per direction, each a QUIC stream of its own, so neither
-//! waits for the other; see [`registry`] for how both sides settle on the same connection.
+//! waits for the other; see `registry.rs` for how both sides settle on the same connection.
 //!
 //! Bounds: a lane's send queue holds [`SEND_QUEUE_MAX`](super::SEND_QUEUE_MAX) bodies; a link's
 //! event queue is bounded in events and in bytes, and while it is full no peer is read. The

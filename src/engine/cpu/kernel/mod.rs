@@ -1,7 +1,7 @@
 //! The canonical arithmetic on the CPU: pure functions on slices.
 //!
 //! Every reduction has one written order (`docs/numerics.md`), so the bits of a result depend on
-//! its operands only. Each operation is written once, over eight lanes of [`simd::Simd`]; [`Isa`]
+//! its operands only. Each operation is written once, over eight lanes of `simd::Simd`; [`Isa`]
 //! picks the lanes, once, as a value. Nothing here allocates while it computes: callers bring
 //! outputs and scratch.
 
