@@ -92,4 +92,5 @@ fn main() {
     }
     let speed = |at: usize| median(runs[at].iter().map(|stats| stats.tokens_per_second).collect());
     println!("pipelined / plain: {:.2} without delay, {:.2} with 5 ms a hop", speed(1) / speed(0), speed(3) / speed(2));
+    assert!(speed(3) > speed(2), "where a hop costs time, pipelining must win");
 }

@@ -34,10 +34,10 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
     pub max_new: u32,
     /// 0 is greedy, up to 2
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = finite)]
     pub temperature: f64,
     /// Probability mass kept, above 0, up to 1
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = finite)]
     pub top_p: Option<f64>,
     /// Most likely tokens kept; 0 keeps all
     #[arg(long, value_name = "K")]
@@ -60,6 +60,14 @@ pub struct GenerateArgs {
     /// One JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
+}
+
+/// A number that JSON can carry; its range is the coordinator's to check.
+fn finite(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() => Ok(number),
+        Ok(_) | Err(_) => Err("expected a finite number".to_owned()),
+    }
 }
 
 /// Where a coordinator serves unless told otherwise.

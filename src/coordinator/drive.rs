@@ -218,7 +218,8 @@ impl Shell {
     }
 
     fn free(&self, id: SessionId, peers: impl IntoIterator<Item = PeerId>, settled: Position) {
-        for peer in peers {
+        // A stage that is gone has freed it with itself.
+        for peer in peers.into_iter().filter(|peer| self.ring.member(*peer).is_some()) {
             self.send(peer, &Control::Close { session: id, settled });
         }
     }

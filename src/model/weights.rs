@@ -1,7 +1,7 @@
 //! The tensors of one range, checked before they are read and counted as they are.
 //!
 //! Owns the opened shards of a range. Every accessor returns bytes of a type and shape that
-//! Opening them has compared with the configuration.
+//! were compared with the configuration when the range was opened.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -89,10 +89,8 @@ impl Greeter {
                     Greeting::Refuse { reason: refusal.to_string() }
                 }
             },
-            (state @ State::Waiting { .. }, _) => {
-                *state = State::Refused;
-                Greeting::Refuse { reason: "expected a hello as the first message, another message came".to_owned() }
-            }
+            // Meant for the connection before this one, by an owner that has not heard of its end yet.
+            (State::Waiting { .. }, _) => Greeting::Ignore,
             (State::Greeted, Control::Hello(_)) => {
                 Greeting::Refuse { reason: "expected one hello a connection, a second one came".to_owned() }
             }
@@ -156,6 +154,7 @@ mod tests {
         assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Ignore);
         assert_eq!(greeter.handle_connected(peer, now), Control::Hello(hello("a")));
         assert!(!greeter.is_greeted(peer));
+        assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Ignore);
         assert_eq!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Up(hello("a")));
         assert!(greeter.is_greeted(peer));
         assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Pass(heartbeat));

@@ -141,9 +141,9 @@ fn too_little_memory_is_refused_before_it_is_taken() {
         let script = format!("ulimit -v 2000000; exec '{STAGE}' {args}");
         Process::run("/bin/sh", &["-c", &script])
     };
-    for args in ["--range 0:7 --max-sessions 65536", "--range 0:7 --max-sessions 65536 --check"] {
+    for args in ["--range 0:7 --max-sessions 4096", "--range 0:7 --max-sessions 4096 --check"] {
         let ended = limited(args);
-        refused(&ended, "memory", &["layers 0:7", "65536 sessions", "free", "fewer"]);
+        refused(&ended, "memory", &["layers 0:7", "4096 sessions", "free", "fewer"]);
     }
     let ended = limited("--range 0:7 --max-sessions 2 --check");
     assert!(ended.status.success(), "{ended:?}");
