@@ -276,6 +276,26 @@ fn a_stage_that_is_back_before_it_was_missed() {
     }
 }
 
+/// The connection of the fresh process replaces the old one while the coordinator still speaks to
+/// the stage that it lost.
+#[test]
+fn a_stage_restarted_at_once_under_a_session_is_taken_back() {
+    let mut ring = Ring::dialling(&CUT);
+    let expected = short_request(ring.url());
+    for victim in [0, 1, 2, 0, 2] {
+        let body =
+            json!({"prompt": "And it came", "max_tokens": 1500, "temperature": 0, "ignore_eos": true, "stream": true});
+        let mut answer = http::stream(ring.url(), &body);
+        assert!(answer.event().is_some(), "the session is open");
+        ring.stages.remove(victim).process.kill();
+        let fresh = Stage::start(&ring.keys, CUT[victim], &["--coordinator", &ring.coordinator.address]);
+        ring.stages.insert(victim, fresh);
+        until("the fresh stage is in the ring", || (ring.coordinator.pids() == ring.pids()).then_some(()));
+        ring.coordinator.ready();
+        assert_eq!(short_request(ring.url()), expected);
+    }
+}
+
 #[test]
 fn two_dead_stages_are_both_missing_and_both_replaced() {
     let mut ring = Ring::dialling(&CUT);
