@@ -1,9 +1,10 @@
 //! A stage dies: the session ends with an error that names it, and the ring serves again.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+use ringfence::config::CoordinatorSettings;
 use ringfence::coordinator::job::{Event, Finish, JobError, Mode, Serve, SubmitError};
 use ringfence::engine::cpu::CpuEngine;
 use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
@@ -79,7 +80,7 @@ async fn collect_rest(job: &mut ringfence::coordinator::job::Job) -> JobError {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cut_edge_between_two_stages_is_localized() {
     let cut = ranges("0:2 2:4 4:7");
-    let settings = ringfence::config::CoordinatorSettings { reply_deadline: Duration::from_millis(800), ..quick() };
+    let settings = CoordinatorSettings { reply_deadline: Duration::from_millis(800), ..quick() };
     let rig = Rig::new(&cut, settings).await;
     let mut job = rig.coordinator.submit(request(&prompt(20), 900, Mode::Pipelined)).unwrap();
     assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
@@ -112,7 +113,7 @@ async fn a_draining_stage_finishes_what_is_open() {
 }
 
 /// An engine that takes its time, and says when.
-struct Slow(CpuEngine, Arc<AtomicBool>);
+struct Slow(CpuEngine, Arc<AtomicBool>, Arc<AtomicU32>);
 
 impl Engine for Slow {
     fn facts(&self) -> &EngineFacts {
@@ -132,6 +133,7 @@ impl Engine for Slow {
     }
 
     fn forward(&mut self, batch: &[Chunk<'_>], out: &mut Output) -> Result<(), EngineError> {
+        self.2.fetch_add(1, Ordering::AcqRel);
         self.1.store(true, Ordering::Release);
         std::thread::sleep(Duration::from_millis(100));
         self.1.store(false, Ordering::Release);
@@ -146,7 +148,9 @@ impl Engine for Slow {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stage_ends_while_it_computes() {
     let busy = Arc::new(AtomicBool::new(false));
-    let mut rig = Rig::wrapped(&ranges("0:7"), quick(), &|engine| Box::new(Slow(engine, Arc::clone(&busy)))).await;
+    let mut rig =
+        Rig::wrapped(&ranges("0:7"), quick(), &|engine| Box::new(Slow(engine, Arc::clone(&busy), Arc::default())))
+            .await;
     let mut job = rig.coordinator.submit(request(&prompt(20), 200, Mode::Pipelined)).unwrap();
     assert!(matches!(job.events.recv().await, Some(Event::Token { .. })));
     rig.until("the stage computes", |_| busy.load(Ordering::Acquire)).await;
@@ -197,5 +201,23 @@ async fn a_stage_whose_engine_breaks_ends_and_is_named() {
     let ended = tokio::time::timeout(Duration::from_secs(20), &mut rig.stages[0].task).await.unwrap().unwrap();
     assert!(ended.is_err(), "a stage without its engine does not go on");
     rig.stages.clear();
+    rig.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_is_gone_costs_no_more_than_the_pass_under_way() {
+    let (busy, passes) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let wrap = |engine| -> Box<dyn Engine> { Box::new(Slow(engine, Arc::clone(&busy), Arc::clone(&passes))) };
+    let settings = CoordinatorSettings { prefill_chunk: 8, ..quick() };
+    let rig = Rig::wrapped(&ranges("0:7"), settings, &wrap).await;
+    let before = passes.load(Ordering::Acquire);
+    // The head has up to sixteen chunks of it at once, of which only the first is computed.
+    let job = rig.coordinator.submit(request(&prompt(300), 5, Mode::Plain)).unwrap();
+    rig.until("the stage computes", |_| passes.load(Ordering::Acquire) > before).await;
+    drop(job);
+    assert_eq!(rig.run(request(&prompt(5), 1, Mode::Plain)).await.tokens.len(), 1);
+    let after = passes.load(Ordering::Acquire) - before;
+    // The pass under way, the second request's, and at most two of probes or of a late close.
+    assert!(after <= 4, "{after} passes");
     rig.end().await;
 }
