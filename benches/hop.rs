@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use libp2p::PeerId;
 use libp2p::identity::Keypair;
 use ringfence::clock::now;
+use ringfence::ids::Node;
 use ringfence::transport::memory::MemoryNetwork;
 use ringfence::transport::quic::{QuicLink, QuicSettings};
 use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
@@ -29,7 +29,7 @@ const ROUNDS: usize = 1_000;
 /// A way to send a body and hear that it came.
 enum Wire {
     Tcp(TcpStream),
-    Link { link: Arc<dyn Link>, events: LinkEvents, to: PeerId },
+    Link { link: Arc<dyn Link>, events: LinkEvents, to: Node },
 }
 
 impl Wire {
