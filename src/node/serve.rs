@@ -268,6 +268,9 @@ impl Shell {
             LinkEvent::Disconnected { peer, reason } => self.handle_gone(peer, &reason),
             LinkEvent::Received { peer, lane: Lane::Control, body } => return self.handle_control(peer, &body),
             LinkEvent::Received { peer, lane: Lane::Data, body } => self.handle_data(peer, body),
+            LinkEvent::Received { peer, lane: Lane::Reply, .. } => {
+                self.refuse(peer, "a stage takes frames, a reply came".to_owned());
+            }
         }
         Ok(())
     }
@@ -391,7 +394,9 @@ impl Shell {
                     tracing::debug!(%peer, view = %frame.head.view, "a frame of another view or peer is dropped");
                 }
             }
-            Ok(Data::Reply(_)) => self.refuse(peer, "expected a frame on the data lane, a reply came".to_owned()),
+            Ok(Data::Reply(_)) => {
+                self.refuse(peer, "expected a frame on the data lane, its bytes are a reply".to_owned())
+            }
             Err(error) => self.refuse(peer, error.to_string()),
         }
     }

@@ -328,11 +328,14 @@ impl Worker {
             return false;
         }
         let (Some(session), Some(route)) = (self.sessions.get_mut(&id), self.route) else { return true };
-        let to = route.successor.unwrap_or(route.coordinator);
+        let (to, lane) = match route.successor {
+            Some(successor) => (successor, Lane::Data),
+            None => (route.coordinator, Lane::Reply),
+        };
         let mut lost = None;
         for (head, body) in work.heads.iter().zip(results) {
             if session.handle_computed(head) && lost.is_none() {
-                lost = send(&self.parts, to, Lane::Data, body).err();
+                lost = send(&self.parts, to, lane, body).err();
             }
         }
         if let Some(error) = lost {

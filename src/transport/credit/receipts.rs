@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 /// Credit for so many bytes is returned at once.
-pub const RETURN_BYTES: u64 = 64 << 10;
+pub(super) const RETURN_BYTES: u64 = 64 << 10;
 
 /// Credit for less is returned after this time, with whatever was taken in it.
-pub const RETURN_DELAY: Duration = Duration::from_millis(2);
+pub(super) const RETURN_DELAY: Duration = Duration::from_millis(2);
 
 /// More came in than credit allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -70,10 +70,12 @@ impl Receipts {
     }
 
     /// Takes in that the owner took a frame that had come at `arrived`; `asked` as its sender said.
-    pub fn handle_taken(&mut self, cost: u64, arrived: Instant, asked: bool, now: Instant) {
+    /// Whether [`Self::poll_timeout`] is sooner for it.
+    pub fn handle_taken(&mut self, cost: u64, arrived: Instant, asked: bool, now: Instant) -> bool {
+        let before = self.poll_timeout();
         self.taken += cost;
-        let owed = self.owed.get_or_insert(Owed { arrived, taken: now, asked });
-        owed.asked |= asked;
+        self.owed.get_or_insert(Owed { arrived, taken: now, asked }).asked |= asked;
+        before.is_none() || self.poll_timeout() < before
     }
 
     /// When [`Self::poll_return`] has something to return; `None` where nothing was taken.
