@@ -77,6 +77,8 @@ struct State {
 struct Host {
     events: EventSender,
     sides: BTreeMap<Node, Side>,
+    /// Closes when the last connection with a peer has had its last event.
+    over: BTreeMap<Node, watch::Receiver<()>>,
 }
 
 /// One peer's end of a connection; dropped, the other end drains what was queued and ends.
@@ -88,8 +90,6 @@ struct Side {
     stop: Option<oneshot::Sender<String>>,
     /// Whether this side's owner was told of the connection.
     up: watch::Receiver<bool>,
-    /// Closes when this side's pump is through with its last event.
-    over: watch::Receiver<()>,
     /// The reason that the other side gives to its owner.
     said: Arc<OnceLock<String>>,
     /// Bodies queued on control.
@@ -178,7 +178,7 @@ impl MemoryNetwork {
         let mut state = self.net.lock();
         state.hosts_made += 1;
         let node = Node { peer, start: state.hosts_made };
-        state.hosts.insert(node, Host { events, sides: BTreeMap::new() });
+        state.hosts.insert(node, Host { events, sides: BTreeMap::new(), over: BTreeMap::new() });
         drop(state);
         (Arc::new(MemoryLink { net: Arc::clone(&self.net), node }), receiver)
     }
@@ -199,6 +199,12 @@ impl MemoryNetwork {
     pub fn heal(&self, a: Node, b: Node) {
         self.net.lock().cuts.remove(&pair(a, b));
         self.net.changed.send_modify(|n| *n += 1);
+    }
+
+    /// Whether `a` takes itself for connected to `b`.
+    #[must_use]
+    pub fn is_connected(&self, a: Node, b: Node) -> bool {
+        self.net.lock().hosts.get(&a).is_some_and(|host| host.sides.contains_key(&b))
     }
 
     /// Kills a link as a process dies: its calls give [`LinkError::Closed`], its peers see it
@@ -354,20 +360,18 @@ struct Seat {
 /// first. `None` where the owner is dead.
 fn seat(net: &Arc<Net>, state: &mut State, seat: Seat, wires: Wires) -> Option<watch::Receiver<bool>> {
     let host = state.hosts.get_mut(&seat.owner)?;
-    let before = host.sides.remove(&seat.other).map(|old| {
-        let over = old.over.clone();
+    if let Some(old) = host.sides.remove(&seat.other) {
         old.end("the peer connected anew", "the peer connected anew");
-        over
-    });
+    }
     let (stop, stopped) = oneshot::channel();
     let (up_sender, up) = watch::channel(false);
     let (over_sender, over) = watch::channel(());
+    let before = host.over.insert(seat.other, over);
     let side = Side {
         connection: seat.connection,
         lanes: wires.out,
         stop: Some(stop),
         up: up.clone(),
-        over,
         said: wires.said,
         control_taken: Arc::default(),
     };

@@ -5,12 +5,14 @@
 //! session.
 
 pub mod credit;
+pub mod endpoint;
 mod events;
 pub mod identity;
 mod inflow;
 pub mod memory;
 pub mod quic;
 pub mod redial;
+pub mod scope;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;

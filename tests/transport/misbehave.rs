@@ -130,6 +130,8 @@ async fn a_peer_that_sends_more_than_is_taken_holds_up_no_other() {
     let dialled = other.link.dial(victim.address()).await.unwrap();
     assert_eq!(dialled, victim.peer());
     other.link.send(victim.peer(), Lane::Data, Bytes::from_static(b"hear me")).await.unwrap();
+    // Long enough for the frame to come: there is room for it.
+    tokio::time::sleep(STALL).await;
     let (mut before, mut flood) = (0, 0);
     while flood < 2 * FLOOD {
         match victim.next().await {
@@ -142,7 +144,7 @@ async fn a_peer_that_sends_more_than_is_taken_holds_up_no_other() {
             gone @ LinkEvent::Disconnected { .. } => panic!("{gone:?}"),
         }
     }
-    assert!((1..=1_000).contains(&before), "the frame came behind {before} bodies of the flood");
+    assert!((1..=256).contains(&before), "the frame came behind {before} bodies of the flood");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -178,7 +180,7 @@ async fn garbage_instead_of_an_introduction_is_no_event() {
         vec![(CONTROL, vec![0xff; 100]), (DATA, lane(0))],
         vec![(CONTROL, vec![0; 100]), (DATA, vec![0xff; 100])],
         vec![(CONTROL, introduction()), (DATA, vec![0xff; 100])],
-        vec![(CONTROL, introduction()), (CONTROL, introduction()), (DATA, lane(0))],
+        vec![(CONTROL, introduction()), (CONTROL, introduction())],
         // Silence, until the deadline.
         vec![(CONTROL, hello(1)), (DATA, lane(0))],
         vec![(CONTROL, introduction()), (DATA, vec![])],

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
+use ringfence::transport::endpoint::{PathSettingError, PathSettings};
 use ringfence::transport::quic::{QuicLink, QuicSettings, StartError};
 use ringfence::transport::{Lane, LinkError, LinkEvent};
 
@@ -68,23 +69,23 @@ async fn what_cannot_be_honoured_stops_the_start() {
             other => panic!("{address}: {:?}", other.map(|_| ())),
         }
     }
-    let settings = quic_settings();
-    let keep_alive = QuicSettings { keep_alive: settings.idle_timeout, ..settings.clone() };
-    let idle = QuicSettings { idle_timeout: Duration::MAX, ..settings.clone() };
-    let dial = QuicSettings { dial_deadline: Duration::ZERO, ..settings.clone() };
-    let none = QuicSettings { lanes: 0, ..settings.clone() };
-    let many = QuicSettings { lanes: 65, ..settings.clone() };
-    let narrow = QuicSettings { window_max: 65_535, ..settings };
+    let good = PathSettings::default();
+    let keep_alive = PathSettings { keep_alive: good.idle_timeout, ..good.clone() };
+    let idle = PathSettings { idle_timeout: Duration::MAX, ..good.clone() };
+    let dial = PathSettings { handshake_timeout: Duration::ZERO, ..good.clone() };
+    let streams = PathSettings { streams_max: 71, ..good };
+    let of = |path| QuicSettings { path, ..quic_settings() };
     for (wrong, settings) in [
-        ("keep_alive", keep_alive),
-        ("idle_timeout", idle),
-        ("dial_deadline", dial),
-        ("lanes", none),
-        ("lanes", many),
-        ("window_max", narrow),
+        ("keep_alive", of(keep_alive)),
+        ("idle_timeout", of(idle)),
+        ("handshake_timeout", of(dial)),
+        ("streams_max", of(streams)),
+        ("lanes", QuicSettings { lanes: 0, ..quic_settings() }),
+        ("lanes", QuicSettings { lanes: 65, ..quic_settings() }),
+        ("window_max", QuicSettings { window_max: 65_535, ..quic_settings() }),
     ] {
         match QuicLink::start(settings).await {
-            Err(StartError::Setting { name, .. }) => assert_eq!(name, wrong),
+            Err(StartError::Setting(PathSettingError { name, .. })) => assert_eq!(name, wrong),
             other => panic!("{wrong}: {:?}", other.map(|_| ())),
         }
     }
@@ -160,7 +161,9 @@ async fn each_side_has_as_many_lanes_as_it_likes() {
 }
 
 fn impatient() -> QuicSettings {
-    QuicSettings { idle_timeout: Duration::from_millis(600), keep_alive: Duration::from_millis(100), ..quic_settings() }
+    let QuicSettings { path, .. } = quic_settings();
+    let (idle_timeout, keep_alive) = (Duration::from_millis(600), Duration::from_millis(100));
+    QuicSettings { path: PathSettings { idle_timeout, keep_alive, ..path }, ..quic_settings() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
