@@ -270,7 +270,7 @@ pub(super) fn closed_by_peer(reason: &str) -> String {
 }
 
 /// Waits until nothing is read any more, and gives the control lane back if it can be read on.
-async fn stopped(readers: &mut JoinSet<End>) -> Option<LaneReader<Stream>> {
+async fn stopped(readers: &mut JoinSet<End>) -> Option<Box<LaneReader<Stream>>> {
     let mut control = None;
     while let Some(end) = readers.join_next().await {
         if let Ok(End::Stopped(lane)) = end

@@ -204,8 +204,8 @@ impl<S: AsyncRead + Unpin> LaneReader<S> {
         }
         let (lane, flags) = match place {
             Place::Control => (Lane::Control, 0),
-            _ if prefix & REPLY != 0 => (Lane::Reply, REPLY),
-            _ => (Lane::Data, ASKED),
+            Place::Nameless | Place::Data(_) if prefix & REPLY != 0 => (Lane::Reply, REPLY),
+            Place::Nameless | Place::Data(_) => (Lane::Data, ASKED),
         };
         let (got, limit) = (prefix & !flags, lane.bytes_max());
         if got > limit {
@@ -259,10 +259,10 @@ impl<S: AsyncRead + Unpin> LaneReader<S> {
     /// Reads what is there; `None` where the sender paused too long in the middle of something.
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<usize>>> {
         let read = Pin::new(&mut self.stream).poll_read(cx, &mut self.buffer[self.filled..]);
-        match read {
-            Poll::Pending if self.filled > 0 => self.stall.poll(cx).map(|()| Ok(None)),
-            read => read.map_ok(Some),
+        if read.is_pending() && self.filled > 0 {
+            return self.stall.poll(cx).map(|()| Ok(None));
         }
+        read.map_ok(Some)
     }
 }
 

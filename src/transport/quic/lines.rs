@@ -21,7 +21,7 @@ pub(super) enum End {
     Farewell(String),
     Error(String),
     /// This side reads no further.
-    Stopped(LaneReader<Stream>),
+    Stopped(Box<LaneReader<Stream>>),
 }
 
 /// What the lanes of a connection know of each other: bodies that came on control.
@@ -53,7 +53,7 @@ impl Line {
             _ = stop.changed() => {}
             end = self.run(&mut reader) => return end,
         }
-        End::Stopped(reader)
+        End::Stopped(Box::new(reader))
     }
 
     async fn run(mut self, reader: &mut LaneReader<Stream>) -> End {
@@ -98,7 +98,7 @@ impl Line {
 }
 
 /// Hears only of credit on the control lane, for frames that are still to go out; until it ends.
-pub(super) async fn hear_returns(mut control: LaneReader<Stream>, outflow: &Outflow) {
+pub(super) async fn hear_returns(mut control: Box<LaneReader<Stream>>, outflow: &Outflow) {
     loop {
         match control.next().await {
             Ok(Incoming::Note(Note::Returned { taken, held_us })) => {
