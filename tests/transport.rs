@@ -4,6 +4,8 @@
 
 #[path = "transport/contract.rs"]
 mod contract;
+#[path = "transport/far.rs"]
+mod far;
 #[path = "transport/memory.rs"]
 mod memory;
 #[path = "transport/misbehave.rs"]

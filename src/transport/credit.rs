@@ -6,6 +6,7 @@
 //! shares it waits behind little. Pure: time comes in as an argument, nothing goes out.
 
 mod receipts;
+mod shortest;
 #[cfg(test)]
 mod tests;
 
@@ -13,6 +14,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 pub use receipts::{Flood, Receipts, Return};
+use shortest::{Belief, STALE_ROUNDS, Shortest, Under};
 
 /// The window in bandwidth-delay products: above 1 so that a window that is too small shows it by
 /// growing, and below 1.5, the most that a hop may hold.
@@ -21,17 +23,8 @@ const GAIN: f64 = 1.4;
 /// Round trips for which a rate is remembered.
 const RATE_ROUNDS: u64 = 10;
 
-/// How long the shortest round trip is believed.
-const RTT_LIFE: Duration = Duration::from_secs(10);
-
 /// Round trips below it are the scheduler's more than the hop's, and count as this long.
 const RTT_GRAIN: Duration = Duration::from_millis(1);
-
-/// A round trip so many times the shortest is not of this hop's own making.
-const RTT_STALE: f64 = 1.5;
-
-/// Rounds of such round trips after which the shortest one is measured anew.
-const RTT_STALE_ROUNDS: u32 = 3;
 
 /// Frames in each half of what counts as recent.
 const RECENT_FRAMES: u32 = 32;
@@ -100,43 +93,7 @@ struct Sent {
     first_sent: Instant,
     /// Whether the sender had less to send than the hop could carry.
     app_limited: bool,
-    /// Whether so little was under way that there was no queue.
-    quiet: bool,
-    /// Whether it measures the shortest round trip anew.
-    probe: bool,
-}
-
-/// The shortest round trip, and how it is kept fresh.
-#[derive(Debug, Clone, Copy)]
-struct Shortest {
-    value: Duration,
-    since: Instant,
-    /// The shortest of frames sent while the hop was quiet, since `since`.
-    quiet: Option<Duration>,
-    /// The shortest of this round.
-    round: Option<Duration>,
-    /// Rounds at an end in which every round trip was far longer than `value`.
-    stale: u32,
-    probe: Probe,
-}
-
-/// How far the shortest round trip is from being measured anew. Meanwhile the window is small.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Probe {
-    None,
-    /// The queue empties.
-    Drain,
-    /// Frames sent into the empty hop come back, the last of them when so much is returned.
-    Measure {
-        until: u64,
-        shortest: Duration,
-    },
-}
-
-impl Shortest {
-    fn new(value: Duration, now: Instant) -> Self {
-        Self { value, since: now, quiet: None, round: None, stale: 0, probe: Probe::None }
-    }
+    under: Under,
 }
 
 /// The sender's credits of one hop.
@@ -210,16 +167,20 @@ impl Credit {
         self.count_frame(cost);
         self.sent += cost;
         let in_flight = self.in_flight();
-        let probe = self.shortest.is_some_and(|shortest| shortest.probe != Probe::None);
+        let probing = self.is_probing();
+        let under = match probing {
+            true => Under::Probe,
+            false if in_flight == cost || in_flight <= self.half() => Under::Quiet,
+            false => Under::Load,
+        };
         self.under_way.push_back(Sent {
             end: self.sent,
             at: now,
             delivered: self.returned,
             delivered_at: self.delivered_at,
             first_sent: self.first_sent,
-            app_limited: self.app_limited_until != 0 || probe,
-            quiet: !probe && (in_flight == cost || in_flight <= self.half()),
-            probe,
+            app_limited: self.app_limited_until != 0 || probing,
+            under,
         });
         let window = self.window();
         self.since_asked += cost;
@@ -236,25 +197,25 @@ impl Credit {
         self.app_limited_until = self.sent.max(1);
     }
 
-    /// Takes in that the peer's owner has taken `returned` bytes since the beginning, the first of
-    /// those not returned before having waited there for `held`.
+    /// Takes in that the peer's owner has taken so many bytes since the beginning.
     ///
     /// # Errors
     /// [`CreditError::MoreThanSent`] where so much was never sent.
-    pub fn handle_returned(&mut self, returned: u64, held: Duration, now: Instant) -> Result<(), CreditError> {
-        if returned > self.sent {
-            return Err(CreditError::MoreThanSent { returned, sent: self.sent });
+    pub fn handle_returned(&mut self, returned: Return, now: Instant) -> Result<(), CreditError> {
+        let Return { taken, held, idle } = returned;
+        if taken > self.sent {
+            return Err(CreditError::MoreThanSent { returned: taken, sent: self.sent });
         }
-        if returned <= self.returned {
+        if taken <= self.returned {
             // Said before.
             return Ok(());
         }
         // Frames may overtake one another: the first returned is not always the first sent. As
         // many were sent before it, so the round trip comes out too long at worst.
         let first = self.under_way.front().copied();
-        self.returned = returned;
+        self.returned = taken;
         let mut last = None;
-        while self.under_way.front().is_some_and(|sent| sent.end <= returned) {
+        while self.under_way.front().is_some_and(|sent| sent.end <= taken) {
             last = self.under_way.pop_front();
         }
         if let Some(first) = first {
@@ -265,8 +226,8 @@ impl Credit {
             }
         }
         if let Some(last) = last {
-            self.take_rate(last, now);
-            self.end_round(last);
+            // When it was taken counts, not when that was said.
+            self.take_rate(last, now.checked_sub(idle).unwrap_or(now).max(self.delivered_at));
         }
         if self.returned > self.app_limited_until {
             self.app_limited_until = 0;
@@ -293,7 +254,7 @@ impl Credit {
             in_flight: self.in_flight(),
             window: self.window(),
             rate: self.rate() as u64,
-            rtt_min: self.shortest.map(|shortest| shortest.value),
+            rtt_min: self.shortest.map(|shortest| shortest.value()),
             queued,
         }
     }
@@ -304,7 +265,12 @@ impl Credit {
     }
 
     fn bandwidth_delay(&self, rate: f64) -> f64 {
-        self.shortest.map_or(0.0, |shortest| rate * shortest.value.max(RTT_GRAIN).as_secs_f64())
+        self.shortest.map_or(0.0, |shortest| rate * shortest.value().max(RTT_GRAIN).as_secs_f64())
+    }
+
+    /// Whether the shortest round trip is being measured anew.
+    fn is_probing(&self) -> bool {
+        self.shortest.is_some_and(|shortest| shortest.is_probing())
     }
 
     /// So little that it makes no queue, also where the hop has just become slower.
@@ -315,7 +281,7 @@ impl Credit {
     /// The window, where a frame of this cost waits.
     fn window_for(&self, cost: u64) -> u64 {
         let largest = self.largest[0].max(self.largest[1]).max(cost);
-        let probing = self.shortest.is_some_and(|shortest| shortest.probe != Probe::None);
+        let probing = self.is_probing();
         let target = if !self.measured {
             self.config.initial
         } else if probing {
@@ -338,87 +304,56 @@ impl Credit {
     }
 
     fn take_round_trip(&mut self, frame: Sent, sample: Duration, now: Instant) {
-        let (sent, returned) = (self.sent, self.returned);
         let Some(shortest) = &mut self.shortest else {
             self.shortest = Some(Shortest::new(sample, now));
             return;
         };
-        if sample <= shortest.value {
-            *shortest = Shortest::new(sample, now);
-            return;
-        }
-        shortest.round = Some(shortest.round.map_or(sample, |round| round.min(sample)));
-        if frame.quiet {
-            shortest.quiet = Some(shortest.quiet.map_or(sample, |quiet| quiet.min(sample)));
-        }
-        match &mut shortest.probe {
-            Probe::None => {
-                let old = now.saturating_duration_since(shortest.since) > RTT_LIFE;
-                let stale = shortest.stale >= RTT_STALE_ROUNDS;
-                if stale {
-                    // The hop has become longer, or slower: of the old rates none is believed.
-                    let recent = self.rate_round.saturating_sub(u64::from(RTT_STALE_ROUNDS));
-                    self.rates.retain(|&(round, _)| round >= recent);
-                }
-                if old || stale {
-                    match shortest.quiet {
-                        Some(quiet) => *shortest = Shortest::new(quiet, now),
-                        None => shortest.probe = Probe::Drain,
-                    }
-                }
-            }
-            Probe::Drain if frame.probe => shortest.probe = Probe::Measure { until: sent, shortest: sample },
-            Probe::Drain => {}
-            Probe::Measure { until, shortest: least } => {
-                *least = sample.min(*least);
-                if returned >= *until {
-                    *shortest = Shortest::new(*least, now);
-                }
-            }
+        if shortest.handle_sample(sample, frame.under, (self.sent, self.returned), now) == Belief::Shaken {
+            // The hop has become longer, or slower: of the old rates none is believed.
+            let recent = self.rate_round.saturating_sub(u64::from(STALE_ROUNDS));
+            self.rates.retain(|&(round, _)| round >= recent);
         }
     }
 
-    fn take_rate(&mut self, sent: Sent, now: Instant) {
+    fn take_rate(&mut self, sent: Sent, taken: Instant) {
         let sending = sent.at.saturating_duration_since(sent.first_sent);
-        let returning = now.saturating_duration_since(sent.delivered_at);
+        let returning = taken.saturating_duration_since(sent.delivered_at);
         self.first_sent = sent.at;
-        self.delivered_at = now;
+        self.delivered_at = taken;
         let interval = sending.max(returning);
-        if self.shortest.is_none_or(|shortest| interval < shortest.value) || interval.is_zero() {
-            // Returns that come in a heap say nothing of the hop.
+        // No frame comes back sooner; an eighth is left to clocks. Returns that come in a heap say
+        // nothing of the hop.
+        let least = self.shortest.map_or(Duration::MAX, |shortest| shortest.value() * 7 / 8);
+        if interval < least || interval.is_zero() {
             return;
         }
-        let rate = (self.returned - sent.delivered) as f64 / interval.as_secs_f64();
-        self.last_rate = rate;
-        if sent.app_limited && rate < self.rate() {
+        self.last_rate = (self.returned - sent.delivered) as f64 / interval.as_secs_f64();
+        // One rate a round: the highest of many would be chance.
+        if sent.delivered >= self.round_end {
+            self.round_end = self.returned;
+            self.end_round(sent.app_limited);
+        }
+    }
+
+    /// Takes in the rate of a round, and how long its round trips were.
+    fn end_round(&mut self, app_limited: bool) {
+        if let Some(shortest) = &mut self.shortest {
+            shortest.end_round();
+        }
+        let rate = self.last_rate;
+        if app_limited && rate < self.rate() {
             return;
         }
-        if !sent.app_limited {
-            self.measured = true;
-        }
-        let round = self.rate_round;
         while self.rates.back().is_some_and(|&(_, lower)| lower <= rate) {
             self.rates.pop_back();
         }
-        self.rates.push_back((round, rate));
-        while self.rates.front().is_some_and(|&(at, _)| at + RATE_ROUNDS <= round) {
+        self.rates.push_back((self.rate_round, rate));
+        while self.rates.front().is_some_and(|&(at, _)| at + RATE_ROUNDS <= self.rate_round) {
             self.rates.pop_front();
         }
-    }
-
-    fn end_round(&mut self, sent: Sent) {
-        if sent.delivered < self.round_end {
-            return;
-        }
-        self.round_end = self.returned;
-        if !sent.app_limited {
+        if !app_limited {
+            self.measured = true;
             self.rate_round += 1;
-        }
-        if let Some(shortest) = &mut self.shortest
-            && let Some(round) = shortest.round.take()
-        {
-            let far = shortest.value.max(RTT_GRAIN).mul_f64(RTT_STALE);
-            shortest.stale = if round > far { shortest.stale + 1 } else { 0 };
         }
     }
 }

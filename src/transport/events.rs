@@ -22,7 +22,9 @@ struct Held {
 /// The owner's end of a link: what happened, in the order it happened per peer.
 ///
 /// While nobody takes events, at most [`EVENT_QUEUE_MAX`] of them and [`EVENT_BYTES_MAX`] bytes of
-/// bodies wait here, and the link reads nothing further from any peer.
+/// bodies wait here, and the link reads nothing further from any peer. A QUIC connection has an
+/// eighth of the queue for each lane, and a frame's credit goes back to its sender when it is taken
+/// from here.
 #[derive(Debug)]
 pub struct LinkEvents {
     queue: mpsc::Receiver<Held>,
@@ -129,6 +131,7 @@ mod tests {
     use futures::FutureExt;
 
     use super::super::Lane;
+    use super::super::inflow::SHARE;
     use super::*;
     use crate::ids::Node;
 
@@ -161,6 +164,32 @@ mod tests {
         assert_eq!(send_now(&sender, body(1)), None, "the budget is used up");
         assert!(events.try_recv().is_some());
         assert_eq!(send_now(&sender, body(1)), Some(Ok(())), "taking an event frees its bytes");
+    }
+
+    #[tokio::test]
+    async fn a_connection_has_a_share_of_each_lane_and_learns_what_is_taken() {
+        let (sender, mut events) = event_queue();
+        let inflow = Arc::new(Inflow::new(1 << 20));
+        let send = |lane| {
+            let event = LinkEvent::Received { peer: Node::random(), lane, body: Bytes::from(vec![0; 10]) };
+            let ticket = Ticket { lane, cost: 14, arrived: crate::clock::now(), asked: true };
+            tokio::task::unconstrained(sender.send_body(event, &inflow, ticket)).now_or_never()
+        };
+        for lane in [Lane::Control, Lane::Data, Lane::Reply] {
+            for _ in 0..SHARE {
+                assert_eq!(send(lane), Some(Ok(())));
+            }
+            assert_eq!(send(lane), None, "{lane:?} is full");
+        }
+        assert_eq!(send_now(&sender, body(1)), Some(Ok(())), "others have room");
+        for _ in 0..SHARE {
+            assert!(events.try_recv().is_some());
+        }
+        assert_eq!((send(Lane::Control), send(Lane::Data)), (Some(Ok(())), None));
+        assert!(inflow.due().now_or_never().is_none(), "control costs no credit");
+        assert!(events.try_recv().is_some());
+        assert_eq!(inflow.due().await.taken, 14);
+        assert_eq!(send(Lane::Data), Some(Ok(())));
     }
 
     #[tokio::test]

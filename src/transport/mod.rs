@@ -37,7 +37,8 @@ pub const REPLY_BYTES_MAX: u32 = 8 << 20;
 /// Bodies that wait to be sent, per peer and lane.
 pub const SEND_QUEUE_MAX: usize = 256;
 
-/// Events that wait to be taken by the owner of a link.
+/// Events that wait to be taken by the owner of a link; of one connection's bodies, an eighth of them
+/// for each lane.
 pub const EVENT_QUEUE_MAX: usize = 1024;
 
 /// Bytes of bodies that wait to be taken by the owner of a link.

@@ -48,7 +48,7 @@ pub(crate) fn ready() -> Vec<u8> {
 
 /// A return of credit.
 pub(crate) fn returned(taken: u64) -> Vec<u8> {
-    note(7, &[taken, 0])
+    note(7, &[taken, 0, 0])
 }
 
 /// What is said on control up to an agreement, by a peer with one data lane.

@@ -26,6 +26,8 @@ pub struct Return {
     /// How long the first of those not returned before was held, from when it had come to this
     /// moment.
     pub held: Duration,
+    /// How long ago the last of them was taken.
+    pub idle: Duration,
 }
 
 /// What was taken and not returned.
@@ -33,8 +35,9 @@ pub struct Return {
 struct Owed {
     /// When the first of it had come.
     arrived: Instant,
-    /// When the first of it was taken.
+    /// When the first of it was taken, and the last.
     taken: Instant,
+    last: Instant,
     /// Whether its sender waits for it.
     asked: bool,
 }
@@ -74,7 +77,9 @@ impl Receipts {
     pub fn handle_taken(&mut self, cost: u64, arrived: Instant, asked: bool, now: Instant) -> bool {
         let before = self.poll_timeout();
         self.taken += cost;
-        self.owed.get_or_insert(Owed { arrived, taken: now, asked }).asked |= asked;
+        let owed = self.owed.get_or_insert(Owed { arrived, taken: now, last: now, asked });
+        owed.asked |= asked;
+        owed.last = now;
         before.is_none() || self.poll_timeout() < before
     }
 
@@ -93,6 +98,7 @@ impl Receipts {
         }
         let owed = self.owed.take()?;
         self.returned = self.taken;
-        Some(Return { taken: self.taken, held: now.saturating_duration_since(owed.arrived) })
+        let since = |then| now.saturating_duration_since(then);
+        Some(Return { taken: self.taken, held: since(owed.arrived), idle: since(owed.last) })
     }
 }

@@ -6,7 +6,6 @@ use bytes::Bytes;
 use futures::{AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 
-use super::super::credit::Return;
 use super::super::inflow::Inflow;
 use super::note::Note;
 
@@ -51,10 +50,7 @@ impl<S: AsyncWrite + Unpin> ControlWriter<S> {
         loop {
             tokio::select! {
                 biased;
-                Return { taken, held } = inflow.due() => {
-                    let held_us = u64::try_from(held.as_micros()).unwrap_or(u64::MAX);
-                    Note::Returned { taken, held_us }.encode(&mut self.scratch);
-                }
+                due = inflow.due() => Note::from(due).encode(&mut self.scratch),
                 first = queue.recv() => {
                     if !self.take(first, queue).await? {
                         return self.stream.close().await;

@@ -7,7 +7,7 @@ use libp2p::swarm::Stream;
 use tokio::sync::watch;
 
 use super::super::LinkEvent;
-use super::super::credit::cost;
+use super::super::credit::{Return, cost};
 use super::super::events::EventSender;
 use super::super::inflow::{Inflow, Ticket};
 use super::lane::{Incoming, LaneError, LaneReader, Place};
@@ -89,8 +89,8 @@ impl Line {
                 self.heard = Heard::Enough;
                 Ok(())
             }
-            (Note::Returned { taken, held_us }, Heard::Count(_)) => {
-                self.outflow.returned(*taken, Duration::from_micros(*held_us)).map_err(|error| error.to_string())
+            (Note::Returned { taken, held_us, idle_us }, Heard::Count(_)) => {
+                self.outflow.returned(back(*taken, *held_us, *idle_us)).map_err(|error| error.to_string())
             }
             _ => Err(place.unexpected(note.name(), "a body or a farewell").to_string()),
         }
@@ -101,8 +101,8 @@ impl Line {
 pub(super) async fn hear_returns(mut control: Box<LaneReader<Stream>>, outflow: &Outflow) {
     loop {
         match control.next().await {
-            Ok(Incoming::Note(Note::Returned { taken, held_us })) => {
-                if outflow.returned(taken, Duration::from_micros(held_us)).is_err() {
+            Ok(Incoming::Note(Note::Returned { taken, held_us, idle_us })) => {
+                if outflow.returned(back(taken, held_us, idle_us)).is_err() {
                     return;
                 }
             }
@@ -110,6 +110,10 @@ pub(super) async fn hear_returns(mut control: Box<LaneReader<Stream>>, outflow: 
             Ok(_) => {}
         }
     }
+}
+
+fn back(taken: u64, held_us: u64, idle_us: u64) -> Return {
+    Return { taken, held: Duration::from_micros(held_us), idle: Duration::from_micros(idle_us) }
 }
 
 fn failed(error: &LaneError) -> End {

@@ -2,6 +2,9 @@
 //!
 //! Owns the bytes of notes: a kind, then numbers of eight bytes, little-endian, or text.
 
+use std::time::Duration;
+
+use super::super::credit::Return;
 use super::lane::NOTE;
 
 /// Longest note, in bytes.
@@ -42,6 +45,8 @@ pub(super) enum Note {
         taken: u64,
         /// How long the first of those not returned before was held, in µs.
         held_us: u64,
+        /// How long ago the last of them was taken, in µs.
+        idle_us: u64,
     },
     /// Last on a lane, from the side that closes.
     Farewell {
@@ -71,6 +76,13 @@ pub(super) struct Terms {
     pub(super) window_max: u64,
 }
 
+impl From<Return> for Note {
+    fn from(Return { taken, held, idle }: Return) -> Self {
+        let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        Self::Returned { taken, held_us: us(held), idle_us: us(idle) }
+    }
+}
+
 impl Note {
     /// Appends the note, its length in front.
     pub(super) fn encode(&self, into: &mut Vec<u8>) {
@@ -92,7 +104,7 @@ impl Note {
             Self::After { control } => put(4, &[*control]),
             Self::Lane { number } => put(5, &[*number]),
             Self::Ready { lanes } => put(6, &[*lanes]),
-            Self::Returned { taken, held_us } => put(7, &[*taken, *held_us]),
+            Self::Returned { taken, held_us, idle_us } => put(7, &[*taken, *held_us, *idle_us]),
         }
         // A farewell is the longest, at REASON_BYTES_MAX + 1 bytes.
         let length = (into.len() - at - 4) as u32;
@@ -116,7 +128,7 @@ impl Note {
             4 => numbers(rest).map(|[control]| Self::After { control }),
             5 => numbers(rest).map(|[number]| Self::Lane { number }),
             6 => numbers(rest).map(|[lanes]| Self::Ready { lanes }),
-            7 => numbers(rest).map(|[taken, held_us]| Self::Returned { taken, held_us }),
+            7 => numbers(rest).map(|[taken, held_us, idle_us]| Self::Returned { taken, held_us, idle_us }),
             _ => None,
         }
     }
@@ -171,7 +183,7 @@ mod tests {
             Note::Ready { lanes: 16 },
             Note::Accept { serial: 7 },
             Note::After { control: 2 },
-            Note::Returned { taken: 1 << 40, held_us: 12 },
+            Note::Returned { taken: 1 << 40, held_us: 12, idle_us: 3 },
             Note::Farewell { reason: "wrong numerics id".to_owned() },
         ] {
             assert_eq!(through(&note), Some(note));

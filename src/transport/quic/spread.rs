@@ -9,14 +9,13 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use futures::AsyncWrite;
 use futures::task::AtomicWaker;
 use tokio::sync::mpsc;
 
-use super::super::credit::{Credit, CreditError, HopStats, cost};
+use super::super::credit::{Credit, CreditError, HopStats, Return, cost};
 use super::control::Outgoing;
 use super::lane::{ASKED, PREFIX, REPLY};
 use super::note::Note;
@@ -45,8 +44,8 @@ impl Outflow {
     ///
     /// # Errors
     /// [`CreditError`] where it can't be.
-    pub(super) fn returned(&self, taken: u64, held: Duration) -> Result<(), CreditError> {
-        self.credit().handle_returned(taken, held, clock::now())?;
+    pub(super) fn returned(&self, returned: Return) -> Result<(), CreditError> {
+        self.credit().handle_returned(returned, clock::now())?;
         self.returned.wake();
         Ok(())
     }

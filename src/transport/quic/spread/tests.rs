@@ -1,6 +1,7 @@
 //! Lanes that can be blocked, and what goes out on them.
 
 use std::future::Future;
+use std::time::Duration;
 
 use super::super::super::credit::CreditConfig;
 use super::super::lane::NOTE;
@@ -103,12 +104,16 @@ impl Rig {
     }
 
     fn returned(&self, taken: u64) {
-        self.outflow.returned(taken, Duration::ZERO).unwrap();
+        self.outflow.returned(back(taken)).unwrap();
     }
 
     fn bodies(&self) -> Vec<Vec<Vec<u8>>> {
         self.lanes.iter().map(Lane::bodies).collect()
     }
+}
+
+fn back(taken: u64) -> Return {
+    Return { taken, held: Duration::ZERO, idle: Duration::ZERO }
 }
 
 fn body(flags: u32, n: u8, bytes: usize) -> Vec<u8> {
@@ -182,7 +187,7 @@ fn frames_wait_for_credit_and_replies_do_not() {
     sent.extend([body(REPLY, 8, 1), body(ASKED, 2, 96)]);
     assert_eq!(rig.lanes[0].bodies(), sent);
     assert_eq!(rig.outflow.stats(1).in_flight, 200);
-    assert!(rig.outflow.returned(301, Duration::ZERO).is_err());
+    assert!(rig.outflow.returned(back(301)).is_err());
 }
 
 #[test]
