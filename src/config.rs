@@ -62,6 +62,9 @@ pub struct CoordinatorSettings {
     pub reply_deadline: Duration,
     /// The same for prompt chunks, which take every stage longer. Default 120 s.
     pub prefill_deadline: Duration,
+    /// How long a session whose ring was lost waits for the next one, from its last token on.
+    /// Default 60 s; 0 fails it at once.
+    pub heal_wait: Duration,
     /// Pause between heartbeats to a stage. Default 300 ms; three missed make a stage suspect.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
@@ -84,6 +87,7 @@ impl Default for CoordinatorSettings {
             max_sessions: MAX_SESSIONS,
             reply_deadline: Duration::from_secs(20),
             prefill_deadline: Duration::from_secs(120),
+            heal_wait: Duration::from_secs(60),
             heartbeat: HEARTBEAT,
             dead_after: DEAD_AFTER,
             probe_every: Duration::from_secs(2),
