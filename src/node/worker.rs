@@ -330,6 +330,11 @@ impl Worker {
         if !self.take_in(inputs) {
             return false;
         }
+        // A session goes on in the next view under its id: what an older view computed is not its own.
+        let view = work.heads.first().map(|head| head.view);
+        if self.route.map(|route| route.view) != view {
+            return true;
+        }
         let Some(session) = self.sessions.get_mut(&id) else { return true };
         let alive = work.heads.iter().map(|head| session.handle_computed(head));
         let bodies: Vec<Bytes> = alive.zip(results).filter(|(alive, _)| *alive).map(|(_, body)| body).collect();

@@ -136,8 +136,8 @@ async fn a_death_during_the_heal_is_healed_too() {
     let mut job = rig.coordinator.submit(asked).unwrap();
     let first = read(&mut job, 5).await;
     for lost in [1, 0] {
-        rig.network.kill(rig.stages[lost].peer);
         let view = rig.coordinator.status().view;
+        rig.network.kill(rig.stages[lost].peer);
         rig.until("another view is joined", |rig| rig.coordinator.status().view > view).await;
     }
     let in_ring =
