@@ -96,6 +96,8 @@ pub struct Ring {
     layers: u16,
     view: View,
     members: BTreeMap<Node, Member>,
+    /// Members of the last view that was joined.
+    incumbents: BTreeSet<Node>,
     state: State,
     outputs: VecDeque<Output>,
 }
@@ -108,6 +110,7 @@ impl Ring {
             layers,
             view: View(0),
             members: BTreeMap::new(),
+            incumbents: BTreeSet::new(),
             state: State::Waiting { why: String::new(), retry: None },
             outputs: VecDeque::new(),
         };
@@ -223,6 +226,7 @@ impl Ring {
         member.faulted = true;
         let range = member.offer.range;
         self.breaks(peer, range, why.to_owned(), now);
+        self.replace(now);
     }
 
     /// A member has joined.
@@ -289,12 +293,16 @@ impl Ring {
         if held {
             self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
             self.wait(format!("stage {range} ({peer}) was lost: {why}"), Some(now + RETRY_AFTER));
-            // A spare takes its place at once; a stage that answers and failed gets a pause.
-            if let Ok(ring) = plan(self.layers, &self.candidates())
-                && ring.iter().all(|candidate| !candidate.faulted)
-            {
-                self.join(ring.iter().map(|member| member.peer).collect(), now);
-            }
+        }
+    }
+
+    /// After a break: a spare takes the place at once; a stage that answers and failed gets a pause.
+    fn replace(&mut self, now: Instant) {
+        if matches!(self.state, State::Waiting { .. })
+            && let Ok(ring) = plan(self.layers, &self.candidates())
+            && ring.iter().all(|candidate| !candidate.faulted)
+        {
+            self.join(ring.iter().map(|member| member.peer).collect(), now);
         }
     }
 
@@ -311,6 +319,7 @@ impl Ring {
                 range: member.offer.range,
                 drafts: member.offer.draft_block > 0,
                 faulted: member.faulted || member.suspect,
+                incumbent: self.incumbents.contains(&member.peer),
             })
             .collect()
     }
@@ -330,6 +339,7 @@ impl Ring {
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
         self.view = View(self.view.0 + 1);
+        self.incumbents = ring.iter().copied().collect();
         let neighbour = |at: Option<usize>| {
             at.and_then(|at| ring.get(at)).and_then(|peer| self.members.get(peer)).map(Member::neighbour)
         };
