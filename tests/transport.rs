@@ -6,6 +6,8 @@
 mod contract;
 #[path = "transport/memory.rs"]
 mod memory;
+#[path = "transport/misbehave.rs"]
+mod misbehave;
 #[path = "transport/nodes.rs"]
 mod nodes;
 #[path = "transport/proxy.rs"]
