@@ -48,6 +48,10 @@ pub struct CoordinatorSettings {
     pub reply_deadline: Duration,
     /// The same for prompt chunks, which take every stage longer. Default 120 s.
     pub prefill_deadline: Duration,
+    /// Whether a cancel goes to every stage on control, ahead of the frames that it cancels.
+    /// Default yes; only there to measure what that saves. Without it, a stage learns of a new epoch
+    /// by the frame that opens it, and has computed what was in front of that one.
+    pub cancel_out_of_band: bool,
     /// Pause between heartbeats to a stage. Default 500 ms.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
@@ -70,6 +74,7 @@ impl Default for CoordinatorSettings {
             max_sessions: MAX_SESSIONS,
             reply_deadline: Duration::from_secs(20),
             prefill_deadline: Duration::from_secs(120),
+            cancel_out_of_band: true,
             heartbeat: Duration::from_millis(500),
             dead_after: Duration::from_secs(3),
             probe_every: Duration::from_secs(2),

@@ -168,7 +168,11 @@ impl Shell {
                     Err(error) => Err(JobError::Diverged { why: error.to_string() }),
                 },
                 RoundOutput::Cancel { below } => {
-                    let peers: Vec<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+                    let peers: Vec<PeerId> = if self.settings.cancel_out_of_band {
+                        session.ring.iter().map(|(peer, _)| *peer).collect()
+                    } else {
+                        Vec::new()
+                    };
                     for peer in peers {
                         self.send(peer, &Control::Cancel { session: id, below });
                     }

@@ -1,0 +1,184 @@
+//! A hop over quinn alone: one connection, a bidirectional stream a place, certificates as ours.
+//!
+//! This is the least that an application can do: the sender hands its body over without a copy, the
+//! receiver reads it whole into a buffer that it keeps.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use libp2p::identity::Keypair;
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use quinn::{ClientConfig, Connection, Endpoint, RecvStream, SendStream, ServerConfig, TransportConfig};
+use ringfence::clock::now;
+use ringfence::wan::ProxyHandle;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use super::stack::{ECHO, HEARD_MAX, Heard, LANES, Load, Wan};
+
+/// Keeps connections alive where an endpoint's defaults would not.
+const KEEP_ALIVE: Duration = Duration::from_secs(1);
+
+/// Control before data, where both have something to send.
+const CONTROL_PRIORITY: i32 = 1;
+
+/// Transport settings.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Tune {
+    /// quinn's own, and a keep-alive.
+    Defaults,
+    /// Those of our link.
+    Ours,
+}
+
+/// Both ends.
+pub(crate) struct Raw {
+    connection: Connection,
+    streams: Vec<(SendStream, RecvStream)>,
+    control: SendStream,
+    pub(crate) heard: mpsc::Receiver<Heard>,
+    _ends: [Endpoint; 2],
+    pub(crate) proxy: Option<ProxyHandle>,
+    _echo: JoinSet<()>,
+}
+
+impl Raw {
+    pub(crate) async fn connect(wan: &Wan, tune: Tune) -> Self {
+        let (near_key, far_key) = (Keypair::generate_ed25519(), Keypair::generate_ed25519());
+        let to = far_key.public().to_peer_id();
+        let server = QuicServerConfig::try_from(libp2p_tls::make_server_config(&far_key).unwrap()).unwrap();
+        let client = QuicClientConfig::try_from(libp2p_tls::make_client_config(&near_key, Some(to)).unwrap()).unwrap();
+        let (mut server, mut client) =
+            (ServerConfig::with_crypto(Arc::new(server)), ClientConfig::new(Arc::new(client)));
+        server.transport_config(transport(tune));
+        client.transport_config(transport(tune));
+        let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
+        let far = Endpoint::server(server, anywhere).unwrap();
+        let near = Endpoint::client(anywhere).unwrap();
+        let target = far.local_addr().unwrap();
+        let proxy = wan.proxy(target);
+        let target = proxy.as_ref().map_or(target, ProxyHandle::address);
+        let (sender, heard) = mpsc::channel(HEARD_MAX);
+        let mut echo = JoinSet::new();
+        let listening = far.clone();
+        echo.spawn(async move {
+            let connection = listening.accept().await.unwrap().await.unwrap();
+            answer(connection, sender).await;
+        });
+        let connection = near.connect_with(client, target, "l").unwrap().await.unwrap();
+        let control = connection.open_uni().await.unwrap();
+        control.set_priority(CONTROL_PRIORITY).unwrap();
+        let mut streams = Vec::new();
+        for _ in 0..LANES {
+            streams.push(connection.open_bi().await.unwrap());
+        }
+        Self { connection, streams, control, heard, _ends: [near, far], proxy, _echo: echo }
+    }
+
+    /// Places beyond the streams share none: each waits for its echo on its own stream.
+    pub(crate) async fn turn(&mut self, load: &Load) -> Vec<Duration> {
+        while self.streams.len() < load.in_flight() {
+            self.streams.push(self.connection.open_bi().await.unwrap());
+        }
+        let until = now() + load.lasts;
+        let places = self.streams.iter_mut().zip(&load.bodies);
+        let mut places: FuturesUnordered<_> = places
+            .map(|((sender, receiver), body)| async move {
+                let mut taken = Vec::new();
+                loop {
+                    let begun = now();
+                    send(sender, body.clone()).await;
+                    receiver.read_exact(&mut [0]).await.unwrap();
+                    let heard = now();
+                    taken.push(heard - begun);
+                    if heard >= until {
+                        return taken;
+                    }
+                }
+            })
+            .collect();
+        let mut all = Vec::new();
+        while let Some(taken) = places.next().await {
+            all.extend(taken);
+        }
+        all
+    }
+
+    pub(crate) async fn flood(&mut self, load: &Load) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        for body in &load.bodies {
+            let body = body.clone();
+            let (mut sender, _) = self.connection.open_bi().await.unwrap();
+            tasks.spawn(async move {
+                loop {
+                    send(&mut sender, body.clone()).await;
+                }
+            });
+        }
+        tasks
+    }
+
+    pub(crate) async fn control(&mut self, number: u64) {
+        self.control.write_all(&number.to_le_bytes()).await.unwrap();
+    }
+}
+
+fn transport(tune: Tune) -> Arc<TransportConfig> {
+    let mut config = TransportConfig::default();
+    config.keep_alive_interval(Some(KEEP_ALIVE));
+    match tune {
+        Tune::Defaults => {}
+        Tune::Ours => {
+            let mut cubic = quinn::congestion::CubicConfig::default();
+            cubic.initial_window(1 << 20);
+            config.congestion_controller_factory(Arc::new(cubic)).initial_rtt(Duration::from_millis(100));
+        }
+    }
+    Arc::new(config)
+}
+
+async fn send(stream: &mut SendStream, body: Bytes) {
+    let prefix = u32::try_from(body.len()).unwrap().to_le_bytes();
+    stream.write_all_chunks(&mut [Bytes::copy_from_slice(&prefix), body]).await.unwrap();
+}
+
+/// The far side: echoes on every stream, and listens to control.
+async fn answer(connection: Connection, heard: mpsc::Sender<Heard>) {
+    let mut tasks = JoinSet::new();
+    loop {
+        tokio::select! {
+            stream = connection.accept_uni() => {
+                let Ok(stream) = stream else { return };
+                tasks.spawn(listen(stream, heard.clone()));
+            }
+            stream = connection.accept_bi() => {
+                let Ok((sender, receiver)) = stream else { return };
+                tasks.spawn(echo(sender, receiver));
+            }
+        }
+    }
+}
+
+async fn listen(mut stream: RecvStream, heard: mpsc::Sender<Heard>) {
+    let mut number = [0; 8];
+    while stream.read_exact(&mut number).await.is_ok() {
+        heard.try_send((u64::from_le_bytes(number), now())).unwrap();
+    }
+}
+
+async fn echo(mut sender: SendStream, mut receiver: RecvStream) {
+    let (mut prefix, mut body) = ([0; 4], Vec::new());
+    while receiver.read_exact(&mut prefix).await.is_ok() {
+        body.resize(u32::from_le_bytes(prefix) as usize, 0);
+        if receiver.read_exact(&mut body).await.is_err() {
+            return;
+        }
+        if body[1] == ECHO && sender.write_all(&body[..1]).await.is_err() {
+            return;
+        }
+    }
+}
