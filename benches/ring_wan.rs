@@ -16,10 +16,12 @@
 #[allow(dead_code, reason = "the tests use all of it")]
 mod rig;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use clap::Parser;
+use futures::future::join_all;
 use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
@@ -40,6 +42,9 @@ use tokio::task::JoinSet;
 
 use rig::{PATIENCE, Run, collect, engine, prompt, ranges, request, tiny};
 
+/// Tokens of the first prompt; each further one has one more.
+const PROMPT: usize = 24;
+
 /// Measures a ring behind slow hops.
 #[derive(Debug, Parser)]
 #[command(name = "ring_wan")]
@@ -53,7 +58,10 @@ struct Args {
     /// Least time of a pass through a stage, in ms
     #[arg(long, value_name = "MS", value_delimiter = ',', default_values_t = [0, 10])]
     pass: Vec<u64>,
-    /// New tokens
+    /// Requests at once
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8])]
+    sessions: Vec<u32>,
+    /// New tokens of each
     #[arg(long, default_value_t = 64)]
     tokens: u32,
     /// Runs of each kind
@@ -71,6 +79,7 @@ struct Args {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Kind {
     pass: u64,
+    sessions: u32,
     mode: Mode,
     cancel: bool,
 }
@@ -211,11 +220,16 @@ fn facts() -> (ModelFacts, ModelShape) {
     (model, shape)
 }
 
-async fn decode(args: &Args, kind: Kind) -> Run {
+/// Runs the requests of a kind at once.
+async fn decode(args: &Args, kind: Kind) -> Vec<Run> {
     let ring = Ring::start(args, kind).await;
-    let run = collect(ring.coordinator.submit(request(&prompt(24), args.tokens, kind.mode)).unwrap()).await;
+    let jobs = (0..kind.sessions as usize).map(|at| {
+        let request = request(&prompt(PROMPT + at), args.tokens, kind.mode);
+        collect(ring.coordinator.submit(request).unwrap())
+    });
+    let runs = join_all(jobs).await;
     ring.end().await;
-    run
+    runs
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -223,12 +237,15 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn row(args: &Args, kind: Kind, runs: &[JobStats]) {
-    let of = |read: &dyn Fn(&JobStats) -> f64| median(runs.iter().map(read).collect());
-    let stages = runs[0].frames_computed_per_token.len();
+/// Every run's requests, averaged; then the median.
+fn row(args: &Args, kind: Kind, runs: &[Vec<JobStats>]) {
+    let sessions = f64::from(kind.sessions);
+    let mean = |run: &[JobStats], read: &dyn Fn(&JobStats) -> f64| run.iter().map(read).sum::<f64>() / sessions;
+    let of = |read: &dyn Fn(&JobStats) -> f64| median(runs.iter().map(|run| mean(run, read)).collect());
+    let stages = runs[0][0].frames_computed_per_token.len();
     let length = of(&|stats| stats.acceptance_length.unwrap_or(1.0));
     let round_trip = (stages + 1) as f64 * args.hop as f64 + stages as f64 * kind.pass as f64;
-    let (speed, ideal) = (of(&|stats| stats.tokens_per_second), length * 1e3 / round_trip);
+    let (speed, ideal) = (sessions * of(&|stats| stats.tokens_per_second), sessions * length * 1e3 / round_trip);
     let computed: Vec<String> =
         (0..stages).map(|at| format!("{:.2}", of(&|stats| stats.frames_computed_per_token[at]))).collect();
     let name = match (kind.mode, kind.cancel) {
@@ -237,8 +254,9 @@ fn row(args: &Args, kind: Kind, runs: &[JobStats]) {
         (Mode::Pipelined, false) => "pipelined, no cancel out of band",
     };
     println!(
-        "| {} | {name} | {speed:.1} | {ideal:.1} | {:.2} | {length:.2} | {:.2} | {} |",
+        "| {} | {} | {name} | {speed:.1} | {ideal:.1} | {:.2} | {length:.2} | {:.2} | {} |",
         kind.pass,
+        kind.sessions,
         speed / ideal,
         of(&|stats| stats.frames_per_token),
         computed.join(", ")
@@ -249,15 +267,22 @@ fn main() {
     let args = Args::parse();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let modes = [(Mode::Plain, true), (Mode::Pipelined, true), (Mode::Pipelined, false)];
-    let of = |pass: u64| modes.map(|(mode, cancel)| Kind { pass, mode, cancel });
-    let kinds: Vec<Kind> = args.pass.iter().copied().flat_map(of).collect();
-    let mut stats: Vec<Vec<JobStats>> = vec![Vec::new(); kinds.len()];
-    let mut tokens = None;
+    let mut kinds = Vec::new();
+    for pass in args.pass.iter().copied() {
+        for sessions in args.sessions.iter().copied() {
+            kinds.extend(modes.map(|(mode, cancel)| Kind { pass, sessions, mode, cancel }));
+        }
+    }
+    let mut stats: Vec<Vec<Vec<JobStats>>> = vec![Vec::new(); kinds.len()];
+    let mut tokens = BTreeMap::new();
     for _ in 0..args.runs.max(1) {
         for (kind, stats) in kinds.iter().zip(&mut stats) {
-            let run = runtime.block_on(decode(&args, *kind));
-            stats.push(run.stats().clone());
-            assert_eq!(tokens.get_or_insert(run.tokens.clone()), &run.tokens, "{kind:?} gives other tokens");
+            let runs = runtime.block_on(decode(&args, *kind));
+            for (at, run) in runs.iter().enumerate() {
+                let expected = tokens.entry(at).or_insert_with(|| run.tokens.clone());
+                assert_eq!(expected, &run.tokens, "{kind:?} gives other tokens to request {at}");
+            }
+            stats.push(runs.iter().map(|run| run.stats().clone()).collect());
         }
     }
     println!(
@@ -270,6 +295,7 @@ fn main() {
     );
     let columns = [
         "pass ms",
+        "requests",
         "mode",
         "tokens/s",
         "ideal",
