@@ -133,7 +133,7 @@ impl Ring {
         let (stop, stopped) = watch::channel(false);
         let mut tasks = JoinSet::new();
         let (link, events) = QuicLink::start(QuicSettings::new(Keypair::generate_ed25519())).await.unwrap();
-        let obey = Obey::Peers([link.local_peer()].into());
+        let obey = Obey::Peers([link.local().peer].into());
         let (mut stages, mut proxies) = (Vec::new(), Vec::new());
         for range in ranges(&args.stages) {
             let (link, events) = QuicLink::start(QuicSettings::new(Keypair::generate_ed25519())).await.unwrap();

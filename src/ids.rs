@@ -1,10 +1,12 @@
 //! Newtypes for the numbers and names that travel: nothing here computes.
 //!
-//! Owns the identity of positions, epochs, views, sessions, tokens, layer ranges and wire encodings.
+//! Owns the identity of nodes, positions, epochs, views, sessions, tokens, layer ranges and wire
+//! encodings.
 
 use std::fmt;
 use std::str::FromStr;
 
+use libp2p::PeerId;
 use serde::{Deserialize, Serialize};
 
 macro_rules! number {
@@ -43,6 +45,32 @@ number!(
     /// A token of the model's vocabulary.
     TokenId(u32)
 );
+
+/// A process: its key, and the number that it drew when it started.
+///
+/// A process that is restarted, or a second one with a copy of the key, is another node of the same
+/// peer: what is meant for one never reaches the other. People see the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Node {
+    /// The public half of its key.
+    pub peer: PeerId,
+    /// Drawn at its start.
+    pub start: u64,
+}
+
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.peer.fmt(f)
+    }
+}
+
+impl Node {
+    /// A node with a random name, for tests.
+    #[must_use]
+    pub fn random() -> Self {
+        Self { peer: PeerId::random(), start: rand::random() }
+    }
+}
 
 impl Position {
     /// The position `n` further on, saturating.

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
-use libp2p::{Multiaddr, PeerId};
 use ringfence::clock::now;
+use ringfence::ids::Node;
 use ringfence::transport::quic::{QuicLink, QuicSettings};
 use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
 use ringfence::wan::ProxyHandle;
@@ -21,7 +22,7 @@ use super::stack::{ECHO, HEARD_MAX, Heard, Load, Places, Wan};
 pub(crate) struct Ours {
     link: Arc<dyn Link>,
     events: LinkEvents,
-    to: PeerId,
+    to: Node,
     pub(crate) heard: mpsc::Receiver<Heard>,
     pub(crate) proxy: Option<ProxyHandle>,
     _echo: JoinSet<()>,

@@ -163,7 +163,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
                 .await
                 .map_err(Failure::of("listen"))?;
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
-        let peer = link.local_peer().to_string();
+        let peer = link.local().to_string();
         let parts = CoordinatorParts { link, events, model, shape, stop: stop.clone() };
         let (coordinator, task) = start(parts, settings);
         console::line(&format!(

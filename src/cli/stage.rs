@@ -215,7 +215,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         console::line(&format!(
             "READY {}",
             json!({
-                "peer": link.local_peer().to_string(),
+                "peer": link.local().to_string(),
                 "addresses": texts(&link.addresses()),
                 "announced": texts(&settings.announce),
                 "range": facts.range.to_string(),

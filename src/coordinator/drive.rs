@@ -4,15 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
-
 use crate::clock;
 use crate::coordinator::handle::Command;
 use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
 use crate::coordinator::localize::blame;
 use crate::coordinator::run::Shell;
 use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Session};
-use crate::ids::{LayerRange, Position, SessionId, TokenId, View, WireEncoding};
+use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
 use crate::proto::frame::Reply;
@@ -51,7 +49,7 @@ impl Shell {
     fn start(&mut self, id: SessionId, request: Request, reader: Option<JobSide>) {
         let now = clock::now();
         let whole = self.ring.whole();
-        let ring: Vec<(PeerId, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
+        let ring: Vec<(Node, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
         // A stage that drains is still there, and takes no session.
         if let Some(why) = self.ring.missing() {
@@ -167,12 +165,9 @@ impl Shell {
                     }
                     Err(error) => Err(JobError::Diverged { why: error.to_string() }),
                 },
+                RoundOutput::Cancel { .. } if !self.settings.cancel_out_of_band => Ok(()),
                 RoundOutput::Cancel { below } => {
-                    let peers: Vec<PeerId> = if self.settings.cancel_out_of_band {
-                        session.ring.iter().map(|(peer, _)| *peer).collect()
-                    } else {
-                        Vec::new()
-                    };
+                    let peers: Vec<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
                     for peer in peers {
                         self.send(peer, &Control::Cancel { session: id, below });
                     }
@@ -196,7 +191,7 @@ impl Shell {
         self.count_in_flight();
     }
 
-    fn send_frame(&mut self, to: Option<PeerId>, body: bytes::Bytes) {
+    fn send_frame(&mut self, to: Option<Node>, body: bytes::Bytes) {
         let Some(to) = to else { return };
         if let Err(error) = self.link.try_send(to, Lane::Data, body) {
             self.ring.handle_fault(to, &error.to_string(), clock::now());
@@ -215,20 +210,20 @@ impl Shell {
             RoundFinish::Length | RoundFinish::Scored => Finish::Length,
         };
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        let pending: BTreeSet<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+        let pending: BTreeSet<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
         let settled = session.round.frontier();
         session.phase = Phase::Closing { finish, pending: pending.clone(), until: now + CLOSE_DEADLINE };
         self.free(id, pending, settled);
     }
 
-    fn free(&self, id: SessionId, peers: impl IntoIterator<Item = PeerId>, settled: Position) {
+    fn free(&self, id: SessionId, peers: impl IntoIterator<Item = Node>, settled: Position) {
         // A stage that is gone has freed it with itself.
         for peer in peers.into_iter().filter(|peer| self.ring.member(*peer).is_some()) {
             self.send(peer, &Control::Close { session: id, settled });
         }
     }
 
-    pub(super) fn handle_closed(&mut self, peer: PeerId, report: SessionReport) {
+    pub(super) fn handle_closed(&mut self, peer: Node, report: SessionReport) {
         let id = report.session;
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let Phase::Closing { pending, .. } = &mut session.phase else { return };
@@ -298,14 +293,14 @@ impl Shell {
         self.nonce += 1;
         let nonce = self.nonce;
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        let pending: BTreeSet<PeerId> = session.ring.iter().map(|(peer, _)| *peer).collect();
+        let pending: BTreeSet<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
         session.phase = Phase::Localizing { waited, nonce, pending: pending.clone(), until: now + LOCALIZE_DEADLINE };
         for peer in pending {
             self.send(peer, &Control::Probe { nonce });
         }
     }
 
-    pub(super) fn handle_report(&mut self, peer: PeerId, nonce: u64, report: &StageReport) {
+    pub(super) fn handle_report(&mut self, peer: Node, nonce: u64, report: &StageReport) {
         let mut complete = Vec::new();
         for (id, session) in &mut self.sessions {
             let Phase::Localizing { nonce: asked, pending, .. } = &mut session.phase else { continue };
@@ -340,7 +335,7 @@ impl Shell {
         }
     }
 
-    pub(super) fn handle_failed(&mut self, peer: PeerId, view: View, id: SessionId, reason: String) {
+    pub(super) fn handle_failed(&mut self, peer: Node, view: View, id: SessionId, reason: String) {
         if view != self.ring.view() {
             return;
         }
@@ -353,7 +348,7 @@ impl Shell {
     }
 
     /// The ring of the sessions is no more.
-    pub(super) fn handle_broken(&mut self, peer: PeerId, range: LayerRange, why: &str) {
+    pub(super) fn handle_broken(&mut self, peer: Node, range: LayerRange, why: &str) {
         self.forget_round();
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
             let closing = self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Closing { .. }));
@@ -397,6 +392,6 @@ fn beyond(reply: &Reply, vocab: u32) -> Option<TokenId> {
     answers.chain(drafts).find(|token| token.0 >= vocab)
 }
 
-fn stage_lost(peer: PeerId, range: LayerRange, why: &str) -> JobError {
+fn stage_lost(peer: Node, range: LayerRange, why: &str) -> JobError {
     JobError::StageLost { range: range.to_string(), peer: peer.to_string(), why: why.to_owned() }
 }

@@ -2,16 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use libp2p::PeerId;
-
-use crate::ids::{LayerRange, SessionId};
+use crate::ids::{LayerRange, Node, SessionId};
 use crate::proto::control::StageReport;
 
 /// A stage and what was seen of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blame {
     /// Who.
-    pub peer: PeerId,
+    pub peer: Node,
     /// Its layers.
     pub range: LayerRange,
     /// What was seen.
@@ -25,8 +23,8 @@ pub struct Blame {
 /// waiting. `None` where every stage forwarded what it received: the reply itself was lost.
 #[must_use]
 pub fn blame(
-    ring: &[(PeerId, LayerRange)],
-    reports: &BTreeMap<PeerId, StageReport>,
+    ring: &[(Node, LayerRange)],
+    reports: &BTreeMap<Node, StageReport>,
     session: SessionId,
     sent: u64,
 ) -> Option<Blame> {
@@ -62,8 +60,8 @@ mod tests {
     use super::*;
     use crate::proto::control::SessionReport;
 
-    fn ring() -> Vec<(PeerId, LayerRange)> {
-        ["0:3", "3:5", "5:7"].iter().map(|range| (PeerId::random(), range.parse().unwrap())).collect()
+    fn ring() -> Vec<(Node, LayerRange)> {
+        ["0:3", "3:5", "5:7"].iter().map(|range| (Node::random(), range.parse().unwrap())).collect()
     }
 
     fn report(received: u64, computed: u64, forwarded: u64) -> StageReport {

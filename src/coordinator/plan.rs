@@ -4,15 +4,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use libp2p::PeerId;
-
-use crate::ids::LayerRange;
+use crate::ids::{LayerRange, Node};
 
 /// What planning looks at of an offer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
     /// Who.
-    pub peer: PeerId,
+    pub peer: Node,
     /// Layers held.
     pub range: LayerRange,
     /// Whether it holds the drafter.
@@ -102,7 +100,7 @@ mod tests {
     use super::*;
 
     fn offer(text: &str, drafts: bool) -> Candidate {
-        Candidate { peer: PeerId::random(), range: text.parse().unwrap(), drafts }
+        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts }
     }
 
     fn ranges(ring: &[Candidate]) -> Vec<String> {

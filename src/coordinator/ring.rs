@@ -6,10 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
-
 use crate::coordinator::plan::{Candidate, plan};
-use crate::ids::{LayerRange, View};
+use crate::ids::{LayerRange, Node, View};
 use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
 
 /// How long the members of a view may take to connect to each other.
@@ -22,7 +20,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq)]
 pub struct Member {
     /// Who.
-    pub peer: PeerId,
+    pub peer: Node,
     /// What it offered last.
     pub offer: Offer,
     /// What it reported last.
@@ -45,14 +43,14 @@ pub enum Output {
     /// Send a control message.
     Send {
         /// To whom.
-        to: PeerId,
+        to: Node,
         /// What.
         message: Control,
     },
     /// The ring of the last view is no more: its sessions fail.
     Broken {
         /// The stage that is to blame.
-        peer: PeerId,
+        peer: Node,
         /// Its layers.
         range: LayerRange,
         /// What was seen.
@@ -77,12 +75,12 @@ enum State {
         retry: Option<Instant>,
     },
     Joining {
-        ring: Vec<PeerId>,
-        pending: BTreeSet<PeerId>,
+        ring: Vec<Node>,
+        pending: BTreeSet<Node>,
         until: Instant,
     },
     Whole {
-        ring: Vec<PeerId>,
+        ring: Vec<Node>,
     },
     /// Another coordinator leads these stages: this one stops serving.
     Superseded {
@@ -95,7 +93,7 @@ enum State {
 pub struct Ring {
     layers: u16,
     view: View,
-    members: BTreeMap<PeerId, Member>,
+    members: BTreeMap<Node, Member>,
     state: State,
     outputs: VecDeque<Output>,
 }
@@ -136,7 +134,7 @@ impl Ring {
         match &self.state {
             State::Waiting { why, .. } | State::Superseded { why } => Some(why.clone()),
             State::Joining { pending, .. } => {
-                let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
+                let names: Vec<String> = pending.iter().map(Node::to_string).collect();
                 Some(format!("view {}: waiting for {} to join", self.view, names.join(", ")))
             }
             State::Whole { ring } => {
@@ -153,7 +151,7 @@ impl Ring {
 
     /// One stage.
     #[must_use]
-    pub fn member(&self, peer: PeerId) -> Option<&Member> {
+    pub fn member(&self, peer: Node) -> Option<&Member> {
         self.members.get(&peer)
     }
 
@@ -177,7 +175,7 @@ impl Ring {
         match &self.state {
             State::Waiting { retry: Some(at), .. } if *at <= now => self.replan(Some(now)),
             State::Joining { until, pending, .. } if *until <= now => {
-                let names: Vec<String> = pending.iter().map(PeerId::to_string).collect();
+                let names: Vec<String> = pending.iter().map(Node::to_string).collect();
                 let why =
                     format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
                 self.wait(why, Some(now + RETRY_AFTER));
@@ -187,7 +185,7 @@ impl Ring {
     }
 
     /// A stage offered itself, or changed its offer.
-    pub fn handle_offer(&mut self, peer: PeerId, offer: Offer, now: Instant) {
+    pub fn handle_offer(&mut self, peer: Node, offer: Offer, now: Instant) {
         let moved = self.members.get(&peer).is_some_and(|member| member.offer.range != offer.range);
         if moved {
             self.handle_gone(peer, "it offers another range", now);
@@ -201,7 +199,7 @@ impl Ring {
     }
 
     /// A stage is gone.
-    pub fn handle_gone(&mut self, peer: PeerId, why: &str, now: Instant) {
+    pub fn handle_gone(&mut self, peer: Node, why: &str, now: Instant) {
         let Some(member) = self.members.remove(&peer) else { return };
         self.breaks(peer, member.offer.range, why.to_owned(), now);
         if matches!(self.state, State::Waiting { .. }) {
@@ -210,7 +208,7 @@ impl Ring {
     }
 
     /// A member says that its neighbour is gone.
-    pub fn handle_neighbour_lost(&mut self, view: View, lost: PeerId, why: &str, now: Instant) {
+    pub fn handle_neighbour_lost(&mut self, view: View, lost: Node, why: &str, now: Instant) {
         if view != self.view {
             return;
         }
@@ -220,14 +218,14 @@ impl Ring {
     }
 
     /// A stage failed every session it was given, or stopped moving frames: the view is given up.
-    pub fn handle_fault(&mut self, peer: PeerId, why: &str, now: Instant) {
+    pub fn handle_fault(&mut self, peer: Node, why: &str, now: Instant) {
         if let Some(range) = self.members.get(&peer).map(|member| member.offer.range) {
             self.breaks(peer, range, why.to_owned(), now);
         }
     }
 
     /// A member has joined.
-    pub fn handle_joined(&mut self, peer: PeerId, view: View) {
+    pub fn handle_joined(&mut self, peer: Node, view: View) {
         let State::Joining { ring, pending, .. } = &mut self.state else { return };
         if view != self.view {
             return;
@@ -240,7 +238,7 @@ impl Ring {
     }
 
     /// A member refuses the view, or leaves it for another coordinator's.
-    pub fn handle_join_refused(&mut self, peer: PeerId, view: View, current: View, reason: &str, now: Instant) {
+    pub fn handle_join_refused(&mut self, peer: Node, view: View, current: View, reason: &str, now: Instant) {
         if view != self.view || matches!(self.state, State::Superseded { .. }) {
             return;
         }
@@ -262,27 +260,27 @@ impl Ring {
     }
 
     /// A stage finishes what is open and takes nothing new.
-    pub fn handle_draining(&mut self, peer: PeerId) {
+    pub fn handle_draining(&mut self, peer: Node) {
         if let Some(member) = self.members.get_mut(&peer) {
             member.draining = true;
         }
     }
 
     /// A stage reported.
-    pub fn handle_report(&mut self, peer: PeerId, report: StageReport) {
+    pub fn handle_report(&mut self, peer: Node, report: StageReport) {
         if let Some(member) = self.members.get_mut(&peer) {
             member.report = Some(report);
         }
     }
 
     /// A stage answers late, or in time again.
-    pub fn handle_suspect(&mut self, peer: PeerId, suspect: bool) {
+    pub fn handle_suspect(&mut self, peer: Node, suspect: bool) {
         if let Some(member) = self.members.get_mut(&peer) {
             member.suspect = suspect;
         }
     }
 
-    fn breaks(&mut self, peer: PeerId, range: LayerRange, why: String, now: Instant) {
+    fn breaks(&mut self, peer: Node, range: LayerRange, why: String, now: Instant) {
         let held = match &self.state {
             State::Joining { ring, .. } | State::Whole { ring } => ring.contains(&peer),
             State::Waiting { .. } | State::Superseded { .. } => false,
@@ -321,7 +319,7 @@ impl Ring {
         }
     }
 
-    fn join(&mut self, ring: Vec<PeerId>, now: Instant) {
+    fn join(&mut self, ring: Vec<Node>, now: Instant) {
         self.view = View(self.view.0 + 1);
         let neighbour = |at: Option<usize>| {
             at.and_then(|at| ring.get(at)).and_then(|peer| self.members.get(peer)).map(Member::neighbour)
@@ -362,7 +360,7 @@ mod tests {
         std::iter::from_fn(|| ring.poll_output()).collect()
     }
 
-    fn joins(outputs: &[Output]) -> Vec<(PeerId, View, Option<PeerId>, Option<PeerId>)> {
+    fn joins(outputs: &[Output]) -> Vec<(Node, View, Option<Node>, Option<Node>)> {
         outputs
             .iter()
             .filter_map(|output| match output {
@@ -380,7 +378,7 @@ mod tests {
     #[test]
     fn a_ring_is_whole_when_every_member_has_joined() {
         let now = clock::now();
-        let (a, b) = (PeerId::random(), PeerId::random());
+        let (a, b) = (Node::random(), Node::random());
         let mut ring = Ring::new(7);
         assert_eq!(
             drain(&mut ring),
@@ -404,7 +402,7 @@ mod tests {
     #[test]
     fn a_lost_member_breaks_the_ring_and_its_return_makes_a_new_view() {
         let now = clock::now();
-        let (a, b) = (PeerId::random(), PeerId::random());
+        let (a, b) = (Node::random(), Node::random());
         let mut ring = Ring::new(7);
         ring.handle_offer(a, offer("0:3", 0), now);
         ring.handle_offer(b, offer("3:7", 0), now);
@@ -423,7 +421,7 @@ mod tests {
     #[test]
     fn a_join_that_fails_is_tried_again_in_a_new_view() {
         let now = clock::now();
-        let a = PeerId::random();
+        let a = Node::random();
         let mut ring = Ring::new(7);
         ring.handle_offer(a, offer("0:7", 0), now);
         drain(&mut ring);
@@ -436,7 +434,7 @@ mod tests {
     #[test]
     fn a_coordinator_refused_for_an_older_view_stops_serving() {
         let now = clock::now();
-        let a = PeerId::random();
+        let a = Node::random();
         let mut ring = Ring::new(7);
         ring.handle_offer(a, offer("0:7", 0), now);
         ring.handle_joined(a, View(1));
@@ -455,7 +453,7 @@ mod tests {
     #[test]
     fn a_member_that_does_not_join_is_named() {
         let now = clock::now();
-        let a = PeerId::random();
+        let a = Node::random();
         let mut ring = Ring::new(7);
         ring.handle_offer(a, offer("0:7", 0), now);
         let at = ring.poll_timeout().unwrap();

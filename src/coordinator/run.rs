@@ -18,7 +18,7 @@ use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
 use crate::coordinator::job::{JobError, MemberStatus, ModelFacts, RingStatus};
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
-use crate::ids::{SessionId, View};
+use crate::ids::{Node, SessionId, View};
 use crate::proto::codec::{self, Data};
 use crate::proto::control::{Control, Hello, Role};
 use crate::proto::greeter::{Greeter, Greeting};
@@ -69,7 +69,7 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
     let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
     let shared = Arc::new(Shared {
         status: Mutex::new(RingStatus {
-            coordinator: parts.link.local_peer().to_string(),
+            coordinator: parts.link.local().to_string(),
             view: View(0),
             ready: false,
             missing: Some("starting".to_owned()),
@@ -120,7 +120,7 @@ pub(super) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(super) ring: Ring,
-    pub(super) liveness: BTreeMap<PeerId, Liveness>,
+    pub(super) liveness: BTreeMap<Node, Liveness>,
     redials: Vec<Redial>,
     pub(super) sessions: BTreeMap<SessionId, Session>,
     failed_dials: mpsc::Sender<(PeerId, LinkError)>,
@@ -182,7 +182,7 @@ impl Shell {
         self.handle_sessions_timeout(now);
         if self.report_at <= now {
             self.report_at = now + REPORT_EVERY;
-            let peers: Vec<PeerId> = self.ring.members().map(|member| member.peer).collect();
+            let peers: Vec<Node> = self.ring.members().map(|member| member.peer).collect();
             for peer in peers {
                 self.send(peer, &Control::Probe { nonce: 0 });
             }
@@ -260,17 +260,17 @@ impl Shell {
         }
     }
 
-    fn handle_gone(&mut self, peer: PeerId, reason: &str) {
+    fn handle_gone(&mut self, peer: Node, reason: &str) {
         self.greeter.handle_disconnected(peer);
         if self.liveness.remove(&peer).is_some() {
             tracing::warn!(%peer, reason, "a stage is gone");
         }
         self.ring.handle_gone(peer, reason, clock::now());
-        self.redial_later(peer);
+        self.redial_later(peer.peer);
         self.publish();
     }
 
-    fn handle_control(&mut self, peer: PeerId, body: &Bytes) {
+    fn handle_control(&mut self, peer: Node, body: &Bytes) {
         let message = match codec::decode_control(body) {
             Ok(message) => message,
             Err(error) => return self.refuse(peer, error.to_string()),
@@ -287,11 +287,11 @@ impl Shell {
         }
     }
 
-    fn handle_greeted(&mut self, peer: PeerId, hello: &Hello) {
-        let dialled = self.settings.stages.iter().any(|address| peer_of(address) == Some(peer));
+    fn handle_greeted(&mut self, peer: Node, hello: &Hello) {
+        let dialled = self.settings.stages.iter().any(|address| peer_of(address) == Some(peer.peer));
         let admitted = match &self.settings.admit {
             Admit::Anyone => true,
-            Admit::Peers(peers) => dialled || peers.contains(&peer),
+            Admit::Peers(peers) => dialled || peers.contains(&peer.peer),
         };
         match hello.role {
             Role::Stage if admitted => {
@@ -303,7 +303,7 @@ impl Shell {
                 self.liveness.insert(peer, Liveness::new(config, clock::now()));
             }
             Role::Stage => {
-                let ours = self.link.local_peer();
+                let ours = self.link.local();
                 let reason = format!(
                     "coordinator {ours} does not admit {peer}: its operator must start it with --allow {peer} (or --open)"
                 );
@@ -313,7 +313,7 @@ impl Shell {
         }
     }
 
-    fn handle_message(&mut self, peer: PeerId, message: Control) {
+    fn handle_message(&mut self, peer: Node, message: Control) {
         let now = clock::now();
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
@@ -327,7 +327,7 @@ impl Shell {
                     return;
                 }
                 tracing::info!(%peer, range = %offer.range, device = %offer.device, "a stage offers itself");
-                for redial in self.redials.iter_mut().filter(|redial| redial.peer() == peer) {
+                for redial in self.redials.iter_mut().filter(|redial| redial.peer() == peer.peer) {
                     redial.handle_accepted();
                 }
                 self.ring.handle_offer(peer, offer, now);
@@ -337,7 +337,7 @@ impl Shell {
                 self.ring.handle_join_refused(peer, view, current, &reason, now);
             }
             Control::NeighbourLost { view, peer: lost, reason } => {
-                if lost != self.link.local_peer() {
+                if lost != self.link.local() {
                     self.ring.handle_neighbour_lost(view, lost, &reason, now);
                 }
             }
@@ -365,7 +365,7 @@ impl Shell {
         }
     }
 
-    fn handle_data(&mut self, peer: PeerId, body: Bytes) {
+    fn handle_data(&mut self, peer: Node, body: Bytes) {
         let tail = self.ring.whole().last().map(|member| member.peer);
         if tail != Some(peer) {
             return tracing::debug!(%peer, "data of a peer that is not the tail is dropped");
@@ -377,14 +377,14 @@ impl Shell {
         }
     }
 
-    fn refuse(&mut self, peer: PeerId, reason: String) {
+    fn refuse(&mut self, peer: Node, reason: String) {
         tracing::warn!(%peer, %reason, "peer refused");
         self.greeter.refuse(peer);
         self.send(peer, &Control::Refused { reason: reason.clone() });
         self.link.disconnect(peer, &reason);
     }
 
-    pub(super) fn send(&self, peer: PeerId, message: &Control) {
+    pub(super) fn send(&self, peer: Node, message: &Control) {
         match codec::encode_control(message) {
             Ok(body) => {
                 if let Err(error) = self.link.try_send(peer, Lane::Control, body) {
@@ -427,7 +427,7 @@ impl Shell {
         self.shared.context.store(context, Ordering::Relaxed);
         self.shared.session_limit.store(sessions.min(self.settings.max_sessions), Ordering::Relaxed);
         self.shared.draft_block.store(draft_block, Ordering::Relaxed);
-        let in_ring: Vec<PeerId> = whole.iter().map(|member| member.peer).collect();
+        let in_ring: Vec<Node> = whole.iter().map(|member| member.peer).collect();
         let outside = self.ring.members().filter(|member| !in_ring.contains(&member.peer));
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.view = self.ring.view();

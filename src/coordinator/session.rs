@@ -5,10 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
-
 use crate::coordinator::job::{Event, Finish, JobError, JobSide, JobStats};
-use crate::ids::{LayerRange, TokenId};
+use crate::ids::{LayerRange, Node, TokenId};
 use crate::proto::control::{SessionReport, StageReport};
 use crate::proto::frame::Answer;
 use crate::proto::round::Round;
@@ -25,9 +23,9 @@ pub(crate) enum Phase {
     /// Its round goes on.
     Running,
     /// It ended well; the stages are asked what they computed.
-    Closing { finish: Finish, pending: BTreeSet<PeerId>, until: Instant },
+    Closing { finish: Finish, pending: BTreeSet<Node>, until: Instant },
     /// A reply is overdue; the stages are asked how far its frames came.
-    Localizing { waited: Duration, nonce: u64, pending: BTreeSet<PeerId>, until: Instant },
+    Localizing { waited: Duration, nonce: u64, pending: BTreeSet<Node>, until: Instant },
 }
 
 /// One session.
@@ -36,11 +34,11 @@ pub(crate) struct Session {
     pub(crate) round: Round,
     pub(crate) phase: Phase,
     /// The stages it was opened on, head first.
-    pub(crate) ring: Vec<(PeerId, LayerRange)>,
+    pub(crate) ring: Vec<(Node, LayerRange)>,
     /// Probe rounds of the coordinator itself have no reader.
     pub(crate) reader: Option<JobSide>,
-    pub(crate) reports: BTreeMap<PeerId, SessionReport>,
-    pub(crate) probes: BTreeMap<PeerId, StageReport>,
+    pub(crate) reports: BTreeMap<Node, SessionReport>,
+    pub(crate) probes: BTreeMap<Node, StageReport>,
     pub(crate) frames_sent: u64,
     pub(crate) wire_bytes_per_position: u64,
     pub(crate) prompt_len: u32,
@@ -52,7 +50,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(round: Round, ring: Vec<(PeerId, LayerRange)>, reader: Option<JobSide>, now: Instant) -> Self {
+    pub(crate) fn new(round: Round, ring: Vec<(Node, LayerRange)>, reader: Option<JobSide>, now: Instant) -> Self {
         Self {
             round,
             phase: Phase::Running,
@@ -95,7 +93,7 @@ impl Session {
         let seconds = |from: Instant, to: Instant| to.duration_since(from).as_secs_f64();
         let decode = self.first.zip(self.last).map_or(0.0, |(first, last)| seconds(first, last));
         let after_first = f64::from(self.committed.saturating_sub(1));
-        let computed = |peer: &PeerId| self.reports.get(peer).map_or(f64::NAN, |report| as_f64(report.decoded));
+        let computed = |peer: &Node| self.reports.get(peer).map_or(f64::NAN, |report| as_f64(report.decoded));
         JobStats {
             prompt_tokens: self.prompt_len,
             committed: self.committed,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use libp2p::PeerId;
 
-use crate::ids::View;
+use crate::ids::{Node, View};
 use crate::proto::control::{Control, Join, Role};
 
 /// How long a connected successor may take to answer a heartbeat before it is dialled anew: it may
@@ -41,11 +41,11 @@ pub struct Route {
     /// The view.
     pub view: View,
     /// Who coordinates.
-    pub coordinator: PeerId,
+    pub coordinator: Node,
     /// Who sends frames: a stage, or at the head the coordinator.
-    pub predecessor: PeerId,
+    pub predecessor: Node,
     /// Who gets frames; at the tail `None`, and the coordinator gets replies.
-    pub successor: Option<PeerId>,
+    pub successor: Option<Node>,
 }
 
 /// What the shell is to do.
@@ -54,33 +54,33 @@ pub enum Output {
     /// Send a control message.
     Send {
         /// To whom.
-        to: PeerId,
+        to: Node,
         /// What.
         message: Control,
     },
     /// Send this stage's offer; the shell fills it in.
     Offer {
         /// To whom.
-        to: PeerId,
+        to: Node,
     },
     /// Tell a peer why it is not obeyed, and disconnect it.
     Refuse {
         /// Whom.
-        peer: PeerId,
+        peer: Node,
         /// Why, and what to change.
         reason: String,
     },
     /// Connect to the successor.
     Dial {
         /// Whom.
-        peer: PeerId,
+        peer: Node,
         /// Where, best first.
         addresses: Vec<String>,
     },
     /// Close a connection that no longer answers.
     Disconnect {
         /// To whom.
-        peer: PeerId,
+        peer: Node,
         /// Why.
         reason: String,
     },
@@ -101,7 +101,7 @@ struct Joining {
 pub struct Membership {
     obey: Obey,
     view: View,
-    greeted: BTreeSet<PeerId>,
+    greeted: BTreeSet<Node>,
     route: Option<Route>,
     joining: Option<Joining>,
     outputs: VecDeque<Output>,
@@ -128,25 +128,25 @@ impl Membership {
 
     /// Whether this peer may coordinate this stage.
     #[must_use]
-    pub fn allows(&self, peer: PeerId) -> bool {
-        self.obey.allows(peer)
+    pub fn allows(&self, peer: Node) -> bool {
+        self.obey.allows(peer.peer)
     }
 
     /// Whether a control message of this peer, other than a join, is obeyed.
     #[must_use]
-    pub fn obeys(&self, peer: PeerId) -> bool {
+    pub fn obeys(&self, peer: Node) -> bool {
         self.coordinator() == Some(peer)
     }
 
     /// Whose view this stage is in, or is joining.
     #[must_use]
-    pub fn coordinator(&self) -> Option<PeerId> {
+    pub fn coordinator(&self) -> Option<Node> {
         self.route.or(self.joining.as_ref().map(|joining| joining.route)).map(|route| route.coordinator)
     }
 
     /// Whether frames of `view` are accepted from `peer`.
     #[must_use]
-    pub fn accepts(&self, peer: PeerId, view: View) -> bool {
+    pub fn accepts(&self, peer: Node, view: View) -> bool {
         self.route.is_some_and(|route| route.view == view && route.predecessor == peer)
     }
 
@@ -176,10 +176,10 @@ impl Membership {
     }
 
     /// A peer has greeted.
-    pub fn handle_greeted(&mut self, peer: PeerId, role: Role, now: Instant) {
+    pub fn handle_greeted(&mut self, peer: Node, role: Role, now: Instant) {
         self.greeted.insert(peer);
         match role {
-            Role::Coordinator if self.obey.allows(peer) => self.outputs.push_back(Output::Offer { to: peer }),
+            Role::Coordinator if self.obey.allows(peer.peer) => self.outputs.push_back(Output::Offer { to: peer }),
             Role::Coordinator => {
                 let reason = format!(
                     "this stage does not obey {peer}: its volunteer must start it with --allow {peer} (or --coordinator, or --open)"
@@ -194,7 +194,7 @@ impl Membership {
     }
 
     /// A peer answered a heartbeat.
-    pub fn handle_ack(&mut self, peer: PeerId, seq: u64) {
+    pub fn handle_ack(&mut self, peer: Node, seq: u64) {
         let answers = |joining: &mut Joining| joining.route.successor == Some(peer) && joining.route.view.0 == seq;
         if let Some(joining) = self.joining.take_if(answers) {
             self.joined(joining.route);
@@ -202,7 +202,7 @@ impl Membership {
     }
 
     /// A greeted peer is gone.
-    pub fn handle_gone(&mut self, peer: PeerId, reason: &str) {
+    pub fn handle_gone(&mut self, peer: Node, reason: &str) {
         self.greeted.remove(&peer);
         if self.joining.as_ref().is_some_and(|joining| joining.route.coordinator == peer) {
             self.joining = None;
@@ -218,8 +218,8 @@ impl Membership {
     }
 
     /// A join came.
-    pub fn handle_join(&mut self, from: PeerId, join: &Join, now: Instant) {
-        if !self.obey.allows(from) {
+    pub fn handle_join(&mut self, from: Node, join: &Join, now: Instant) {
+        if !self.obey.allows(from.peer) {
             return self.refuse_join(from, join.view, format!("this stage does not obey {from}"));
         }
         if join.view <= self.view {
@@ -265,12 +265,12 @@ impl Membership {
     }
 
     /// The successor can't be reached.
-    pub fn handle_dial_failed(&mut self, peer: PeerId, reason: &str) {
+    pub fn handle_dial_failed(&mut self, peer: Node, reason: &str) {
         let Some(joining) = self.joining.take_if(|joining| joining.route.successor == Some(peer)) else { return };
         self.refuse_join(joining.route.coordinator, joining.route.view, format!("successor {peer}: {reason}"));
     }
 
-    fn refuse_join(&mut self, to: PeerId, view: View, reason: String) {
+    fn refuse_join(&mut self, to: Node, view: View, reason: String) {
         let message = Control::JoinRefused { view, current: self.view, reason };
         self.outputs.push_back(Output::Send { to, message });
     }
@@ -293,13 +293,13 @@ mod tests {
         std::iter::from_fn(|| membership.poll_output()).collect()
     }
 
-    fn join(view: u64, successor: Option<PeerId>) -> Join {
+    fn join(view: u64, successor: Option<Node>) -> Join {
         let successor = successor.map(|peer| Neighbour { peer, addresses: vec!["/memory/1".to_owned()] });
         Join { view: View(view), predecessor: None, successor }
     }
 
-    fn obeying(peer: PeerId) -> Membership {
-        let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer])));
+    fn obeying(peer: Node) -> Membership {
+        let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer.peer])));
         membership.handle_greeted(peer, Role::Coordinator, now());
         assert_eq!(drain(&mut membership), [Output::Offer { to: peer }]);
         membership
@@ -307,7 +307,7 @@ mod tests {
 
     #[test]
     fn a_join_is_done_when_the_successor_has_answered() {
-        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let (coordinator, successor) = (Node::random(), Node::random());
         let mut membership = obeying(coordinator);
         membership.handle_join(coordinator, &join(3, Some(successor)), now());
         let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn the_view_never_falls() {
-        let coordinator = PeerId::random();
+        let coordinator = Node::random();
         let mut membership = obeying(coordinator);
         membership.handle_join(coordinator, &join(3, None), now());
         drain(&mut membership);
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn nobody_else_is_obeyed() {
-        let (coordinator, other) = (PeerId::random(), PeerId::random());
+        let (coordinator, other) = (Node::random(), Node::random());
         let mut membership = obeying(coordinator);
         membership.handle_greeted(other, Role::Coordinator, now());
         assert!(matches!(&drain(&mut membership)[..], [Output::Refuse { peer, .. }] if *peer == other));
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_lost_neighbour_is_reported_and_a_lost_coordinator_ends_the_view() {
-        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let (coordinator, successor) = (Node::random(), Node::random());
         let mut membership = obeying(coordinator);
         membership.handle_greeted(successor, Role::Stage, now());
         membership.handle_join(coordinator, &join(1, Some(successor)), now());
@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn an_unreachable_successor_refuses_the_join() {
-        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let (coordinator, successor) = (Node::random(), Node::random());
         let mut membership = obeying(coordinator);
         membership.handle_join(coordinator, &join(1, Some(successor)), now());
         drain(&mut membership);
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn a_successor_that_died_without_a_word_is_dialled_anew() {
-        let (coordinator, successor) = (PeerId::random(), PeerId::random());
+        let (coordinator, successor) = (Node::random(), Node::random());
         let mut membership = obeying(coordinator);
         membership.handle_greeted(successor, Role::Stage, now());
         membership.handle_join(coordinator, &join(1, Some(successor)), now());
@@ -408,7 +408,7 @@ mod tests {
 
     #[test]
     fn a_coordinator_that_is_left_is_told_so() {
-        let (first, second) = (PeerId::random(), PeerId::random());
+        let (first, second) = (Node::random(), Node::random());
         let mut membership = Membership::new(Obey::Anyone);
         membership.handle_greeted(first, Role::Coordinator, now());
         membership.handle_join(first, &join(1, None), now());

@@ -10,13 +10,13 @@ use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use libp2p::{Multiaddr, PeerId};
+use libp2p::Multiaddr;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::clock;
 use crate::config::StageSettings;
 use crate::engine::{Engine, EngineFacts};
-use crate::ids::WireEncoding;
+use crate::ids::{Node, WireEncoding};
 use crate::node::counters::Counters;
 use crate::node::membership::{Membership, Output};
 use crate::node::worker::{self, Input, Started, WorkerParts};
@@ -45,7 +45,7 @@ pub enum ServeError {
     #[error("the coordinator {peer} refuses this stage: {reason}")]
     Refused {
         /// Who.
-        peer: PeerId,
+        peer: Node,
         /// Its words.
         reason: String,
     },
@@ -53,7 +53,7 @@ pub enum ServeError {
     #[error("the coordinator {peer} does not fit: {reason}")]
     Unfit {
         /// Who.
-        peer: PeerId,
+        peer: Node,
         /// What was expected, what came.
         reason: String,
     },
@@ -154,8 +154,8 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
 }
 
 enum Dialled {
-    Coordinator(Result<PeerId, String>),
-    Neighbour { peer: PeerId, result: Result<(), String> },
+    Coordinator(Result<Node, String>),
+    Neighbour { peer: Node, result: Result<(), String> },
 }
 
 /// A stage on its way out.
@@ -170,7 +170,7 @@ struct Shell {
     link: Arc<dyn Link>,
     greeter: Greeter,
     membership: Membership,
-    roles: BTreeMap<PeerId, Role>,
+    roles: BTreeMap<Node, Role>,
     facts: EngineFacts,
     counters: Arc<Counters>,
     inputs: SyncSender<Input>,
@@ -255,8 +255,8 @@ impl Shell {
         }
     }
 
-    fn is_dialled_coordinator(&self, peer: PeerId) -> bool {
-        self.redial.as_ref().is_some_and(|redial| redial.peer() == peer)
+    fn is_dialled_coordinator(&self, peer: Node) -> bool {
+        self.redial.as_ref().is_some_and(|redial| redial.peer() == peer.peer)
     }
 
     fn handle_link(&mut self, event: LinkEvent) -> Result<(), ServeError> {
@@ -272,7 +272,7 @@ impl Shell {
         Ok(())
     }
 
-    fn handle_gone(&mut self, peer: PeerId, reason: &str) {
+    fn handle_gone(&mut self, peer: Node, reason: &str) {
         let greeted = self.greeter.handle_disconnected(peer);
         self.roles.remove(&peer);
         if greeted {
@@ -285,7 +285,7 @@ impl Shell {
         }
     }
 
-    fn handle_control(&mut self, peer: PeerId, body: &Bytes) -> Result<(), ServeError> {
+    fn handle_control(&mut self, peer: Node, body: &Bytes) -> Result<(), ServeError> {
         let message = match codec::decode_control(body) {
             Ok(message) => message,
             Err(error) => {
@@ -326,7 +326,7 @@ impl Shell {
         Ok(())
     }
 
-    fn handle_message(&mut self, peer: PeerId, message: Control) {
+    fn handle_message(&mut self, peer: Node, message: Control) {
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
             Control::HeartbeatAck { seq: DRAIN_SEQ } => {
@@ -371,7 +371,7 @@ impl Shell {
     }
 
     /// Hands on what only the coordinator in force may say; says whether it was handed on.
-    fn obey(&mut self, peer: PeerId, input: Input) -> bool {
+    fn obey(&mut self, peer: Node, input: Input) -> bool {
         if self.membership.obeys(peer) {
             return self.hand_over(peer, input);
         }
@@ -379,7 +379,7 @@ impl Shell {
         false
     }
 
-    fn handle_data(&mut self, peer: PeerId, body: Bytes) {
+    fn handle_data(&mut self, peer: Node, body: Bytes) {
         if !self.greeter.is_greeted(peer) {
             return tracing::warn!(%peer, "data of a peer that has not greeted is dropped");
         }
@@ -397,7 +397,7 @@ impl Shell {
     }
 
     /// Hands an input to the worker; a peer that sends more than the worker can hold is cut off.
-    fn hand_over(&mut self, peer: PeerId, input: Input) -> bool {
+    fn hand_over(&mut self, peer: Node, input: Input) -> bool {
         match self.inputs.try_send(input) {
             Ok(()) => return true,
             Err(TrySendError::Full(_)) => {
@@ -408,14 +408,14 @@ impl Shell {
         false
     }
 
-    fn refuse(&mut self, peer: PeerId, reason: String) {
+    fn refuse(&mut self, peer: Node, reason: String) {
         tracing::warn!(%peer, %reason, "peer refused");
         self.greeter.refuse(peer);
         self.send(peer, &Control::Refused { reason: reason.clone() });
         self.link.disconnect(peer, &reason);
     }
 
-    fn send(&self, peer: PeerId, message: &Control) {
+    fn send(&self, peer: Node, message: &Control) {
         match codec::encode_control(message) {
             Ok(body) => {
                 if let Err(error) = self.link.try_send(peer, Lane::Control, body) {
@@ -489,15 +489,17 @@ impl Shell {
         }
     }
 
-    fn dial(&self, peer: PeerId, addresses: Vec<String>) {
+    fn dial(&self, peer: Node, addresses: Vec<String>) {
         let (link, dialled) = (Arc::clone(&self.link), self.dialled.clone());
         tokio::spawn(async move {
             let mut result = Err("it offered no address".to_owned());
             for address in addresses {
                 result = match address.parse::<Multiaddr>() {
-                    Ok(address) if peer_of(&address) == Some(peer) => {
-                        link.dial(address).await.map(|_| ()).map_err(|error| error.to_string())
-                    }
+                    Ok(address) if peer_of(&address) == Some(peer.peer) => match link.dial(address).await {
+                        Ok(node) if node == peer => Ok(()),
+                        Ok(_) => Err("another process answers there: it was restarted".to_owned()),
+                        Err(error) => Err(error.to_string()),
+                    },
                     Ok(address) => Err(format!("address {address} does not end in /p2p/{peer}")),
                     Err(error) => Err(format!("address {address:?}: {error}")),
                 };

@@ -13,13 +13,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use half::bf16;
-use libp2p::PeerId;
 use tokio::sync::oneshot;
 
 use crate::clock;
 use crate::engine::wire::Wire;
 use crate::engine::{Chunk, Engine, Output};
-use crate::ids::{Epoch, SessionId};
+use crate::ids::{Epoch, Node, SessionId};
 use crate::node::counters::Counters;
 use crate::node::membership::Route;
 use crate::node::session::{Session, Work};
@@ -419,7 +418,7 @@ fn encode_frames(work: &Work, wire: &Wire, row: usize, hidden: &[bf16]) -> Resul
 }
 
 /// Sends, waiting for room in the queue only where it is full.
-fn send(parts: &WorkerParts, to: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
+fn send(parts: &WorkerParts, to: Node, lane: Lane, body: Bytes) -> Result<(), LinkError> {
     match parts.link.try_send(to, lane, body.clone()) {
         Err(LinkError::Stalled { .. }) => parts.runtime.block_on(parts.link.send(to, lane, body)),
         sent => sent,

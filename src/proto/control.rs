@@ -2,10 +2,9 @@
 //!
 //! The coordinator speaks to every stage and every stage to the coordinator; neighbours only greet.
 
-use libp2p::PeerId;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{Epoch, LayerRange, Position, SessionId, View, WireEncoding};
+use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, View, WireEncoding};
 
 /// Version of everything in [`crate::proto`]; peers of other versions are refused.
 pub const PROTOCOL_VERSION: u16 = 1;
@@ -61,7 +60,7 @@ pub struct Offer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Neighbour {
     /// Who.
-    pub peer: PeerId,
+    pub peer: Node,
     /// Where to dial, in order of preference.
     pub addresses: Vec<String>,
 }
@@ -254,7 +253,7 @@ pub enum Control {
         /// Membership.
         view: View,
         /// The neighbour.
-        peer: PeerId,
+        peer: Node,
         /// What the link said.
         reason: String,
     },

@@ -6,8 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use libp2p::PeerId;
-
+use crate::ids::Node;
 use crate::proto::control::{Control, Hello};
 use crate::proto::hello;
 
@@ -46,7 +45,7 @@ enum State {
 #[derive(Debug)]
 pub struct Greeter {
     ours: Hello,
-    peers: BTreeMap<PeerId, State>,
+    peers: BTreeMap<Node, State>,
 }
 
 impl Greeter {
@@ -57,24 +56,24 @@ impl Greeter {
     }
 
     /// A connection stands; the returned hello is to be sent on its control lane first.
-    pub fn handle_connected(&mut self, peer: PeerId, now: Instant) -> Control {
+    pub fn handle_connected(&mut self, peer: Node, now: Instant) -> Control {
         self.peers.insert(peer, State::Waiting { until: now + GREETING_DEADLINE });
         Control::Hello(self.ours.clone())
     }
 
     /// A connection is gone; says whether the peer had greeted.
-    pub fn handle_disconnected(&mut self, peer: PeerId) -> bool {
+    pub fn handle_disconnected(&mut self, peer: Node) -> bool {
         matches!(self.peers.remove(&peer), Some(State::Greeted))
     }
 
     /// Whether frames and replies of this peer are to be heard.
     #[must_use]
-    pub fn is_greeted(&self, peer: PeerId) -> bool {
+    pub fn is_greeted(&self, peer: Node) -> bool {
         matches!(self.peers.get(&peer), Some(State::Greeted))
     }
 
     /// A control message came in.
-    pub fn handle_control(&mut self, peer: PeerId, message: Control) -> Greeting {
+    pub fn handle_control(&mut self, peer: Node, message: Control) -> Greeting {
         let Some(state) = self.peers.get_mut(&peer) else { return Greeting::Ignore };
         match (state, message) {
             (State::Refused, _) => Greeting::Ignore,
@@ -99,7 +98,7 @@ impl Greeter {
     }
 
     /// Marks a peer as refused for another reason (bytes that can't be read).
-    pub fn refuse(&mut self, peer: PeerId) {
+    pub fn refuse(&mut self, peer: Node) {
         if let Some(state) = self.peers.get_mut(&peer) {
             *state = State::Refused;
         }
@@ -118,7 +117,7 @@ impl Greeter {
     }
 
     /// Peers whose greeting is overdue; each is named once and refused.
-    pub fn handle_timeout(&mut self, now: Instant) -> Vec<PeerId> {
+    pub fn handle_timeout(&mut self, now: Instant) -> Vec<Node> {
         let mut overdue = Vec::new();
         for (peer, state) in &mut self.peers {
             if matches!(state, State::Waiting { until } if *until <= now) {
@@ -133,6 +132,7 @@ impl Greeter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::Node;
     use crate::proto::control::{PROTOCOL_VERSION, Role};
 
     fn hello(numerics: &str) -> Hello {
@@ -149,7 +149,7 @@ mod tests {
     fn nothing_is_heard_before_a_hello_that_fits() {
         let now = crate::clock::now();
         let mut greeter = Greeter::new(hello("a"));
-        let peer = PeerId::random();
+        let peer = Node::random();
         let heartbeat = Control::Heartbeat { seq: 1 };
         assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Ignore);
         assert_eq!(greeter.handle_connected(peer, now), Control::Hello(hello("a")));
@@ -167,7 +167,7 @@ mod tests {
     fn a_refused_peer_stays_unheard() {
         let now = crate::clock::now();
         let mut greeter = Greeter::new(hello("a"));
-        let peer = PeerId::random();
+        let peer = Node::random();
         greeter.handle_connected(peer, now);
         assert!(matches!(greeter.handle_control(peer, Control::Hello(hello("b"))), Greeting::Refuse { .. }));
         assert_eq!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Ignore);
@@ -178,7 +178,7 @@ mod tests {
     fn a_silent_peer_is_overdue_once() {
         let now = crate::clock::now();
         let mut greeter = Greeter::new(hello("a"));
-        let peer = PeerId::random();
+        let peer = Node::random();
         greeter.handle_connected(peer, now);
         assert_eq!(greeter.poll_timeout(), Some(now + GREETING_DEADLINE));
         assert_eq!(greeter.handle_timeout(now), vec![]);

@@ -100,13 +100,13 @@ impl LinkEvents {
 mod tests {
     use bytes::Bytes;
     use futures::FutureExt;
-    use libp2p::PeerId;
 
     use super::super::Lane;
     use super::*;
+    use crate::ids::Node;
 
     fn body(bytes: usize) -> LinkEvent {
-        LinkEvent::Received { peer: PeerId::random(), lane: Lane::Data, body: Bytes::from(vec![0; bytes]) }
+        LinkEvent::Received { peer: Node::random(), lane: Lane::Data, body: Bytes::from(vec![0; bytes]) }
     }
 
     /// Sends if there is room, whatever tokio thinks of tasks that never wait.

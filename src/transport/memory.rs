@@ -20,6 +20,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use self::pump::{Parcel, Pump};
 use super::events::{EventSender, event_queue};
 use super::{Lane, Link, LinkError, LinkEvents, SEND_QUEUE_MAX, split_peer, with_peer};
+use crate::ids::Node;
 
 /// How a memory network behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,18 +58,16 @@ struct Net {
 struct State {
     hosts_made: u64,
     connections_made: u64,
-    numbers: BTreeMap<u64, PeerId>,
-    hosts: BTreeMap<PeerId, Host>,
-    cuts: BTreeSet<(PeerId, PeerId)>,
-    delays: BTreeMap<(PeerId, PeerId), Duration>,
+    hosts: BTreeMap<Node, Host>,
+    cuts: BTreeSet<(Node, Node)>,
+    delays: BTreeMap<(Node, Node), Duration>,
 }
 
 /// A link that lives.
 #[derive(Debug)]
 struct Host {
-    number: u64,
     events: EventSender,
-    sides: BTreeMap<PeerId, Side>,
+    sides: BTreeMap<Node, Side>,
 }
 
 /// One peer's end of a connection; dropped, the other end drains what was queued and ends.
@@ -89,7 +88,7 @@ struct Side {
     control_taken: Arc<AtomicU64>,
 }
 
-fn pair(a: PeerId, b: PeerId) -> (PeerId, PeerId) {
+fn pair(a: Node, b: Node) -> (Node, Node) {
     if a < b { (a, b) } else { (b, a) }
 }
 
@@ -104,15 +103,15 @@ impl Net {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn delay(&self, a: PeerId, b: PeerId) -> Duration {
+    fn delay(&self, a: Node, b: Node) -> Duration {
         self.lock().delays.get(&pair(a, b)).copied().unwrap_or(self.settings.delay)
     }
 
-    fn is_cut(&self, a: PeerId, b: PeerId) -> bool {
+    fn is_cut(&self, a: Node, b: Node) -> bool {
         self.lock().cuts.contains(&pair(a, b))
     }
 
-    async fn until_whole(&self, a: PeerId, b: PeerId) {
+    async fn until_whole(&self, a: Node, b: Node) {
         let mut changed = self.changed.subscribe();
         while self.is_cut(a, b) {
             // The sender lives in `self`: this can't fail.
@@ -121,14 +120,10 @@ impl Net {
     }
 
     /// Removes a link; its peers drain what it sent and then learn `why`.
-    fn remove(&self, peer: PeerId, why: &str) {
+    fn remove(&self, peer: Node, why: &str) {
         let Some(host) = ({
             let mut state = self.lock();
-            let host = state.hosts.remove(&peer);
-            if let Some(host) = &host {
-                state.numbers.remove(&host.number);
-            }
-            host
+            state.hosts.remove(&peer)
         }) else {
             return;
         };
@@ -168,42 +163,39 @@ impl MemoryNetwork {
         self.link_as(PeerId::random())
     }
 
-    /// Adds a link with a given name, as a process that starts; a living link of that name is
-    /// killed first.
+    /// Adds a link with a given name, as a process that starts; another one of that name lives on.
     #[must_use]
     pub fn link_as(&self, peer: PeerId) -> (Arc<dyn Link>, LinkEvents) {
-        self.kill(peer);
         let (events, receiver) = event_queue();
         let mut state = self.net.lock();
         state.hosts_made += 1;
-        let number = state.hosts_made;
-        state.numbers.insert(number, peer);
-        state.hosts.insert(peer, Host { number, events, sides: BTreeMap::new() });
+        let node = Node { peer, start: state.hosts_made };
+        state.hosts.insert(node, Host { events, sides: BTreeMap::new() });
         drop(state);
-        (Arc::new(MemoryLink { net: Arc::clone(&self.net), peer, number }), receiver)
+        (Arc::new(MemoryLink { net: Arc::clone(&self.net), node }), receiver)
     }
 
     /// Sets the one-way delay between two peers, for bodies sent from this moment on.
-    pub fn set_delay(&self, a: PeerId, b: PeerId, delay: Duration) {
+    pub fn set_delay(&self, a: Node, b: Node, delay: Duration) {
         self.net.lock().delays.insert(pair(a, b), delay);
     }
 
     /// Drops everything between two peers silently, until [`MemoryNetwork::heal`]: neither is
     /// told, sends succeed, dials time out.
-    pub fn cut(&self, a: PeerId, b: PeerId) {
+    pub fn cut(&self, a: Node, b: Node) {
         self.net.lock().cuts.insert(pair(a, b));
         self.net.changed.send_modify(|n| *n += 1);
     }
 
     /// Ends a cut. What was dropped stays lost; a side that missed its peer's end learns it.
-    pub fn heal(&self, a: PeerId, b: PeerId) {
+    pub fn heal(&self, a: Node, b: Node) {
         self.net.lock().cuts.remove(&pair(a, b));
         self.net.changed.send_modify(|n| *n += 1);
     }
 
     /// Kills a link as a process dies: its calls give [`LinkError::Closed`], its peers see it
     /// disconnected.
-    pub fn kill(&self, peer: PeerId) {
+    pub fn kill(&self, peer: Node) {
         self.net.remove(peer, "the peer was killed");
     }
 }
@@ -212,38 +204,34 @@ impl MemoryNetwork {
 #[derive(Debug)]
 struct MemoryLink {
     net: Arc<Net>,
-    peer: PeerId,
-    number: u64,
+    node: Node,
 }
 
 impl Drop for MemoryLink {
     fn drop(&mut self) {
-        if self.lives(&self.net.lock()) {
-            self.net.remove(self.peer, "the peer was killed");
-        }
+        self.net.remove(self.node, "the peer was killed");
     }
 }
 
 impl MemoryLink {
-    /// Whether this link is the one of its name (a restart under the same name is another).
     fn lives(&self, state: &State) -> bool {
-        state.hosts.get(&self.peer).is_some_and(|host| host.number == self.number)
+        state.hosts.contains_key(&self.node)
     }
 
-    fn up(&self, peer: PeerId) -> Result<Option<watch::Receiver<bool>>, LinkError> {
+    fn up(&self, peer: Node) -> Result<Option<watch::Receiver<bool>>, LinkError> {
         let state = self.net.lock();
         if !self.lives(&state) {
             return Err(LinkError::Closed);
         }
-        Ok(state.hosts.get(&self.peer).and_then(|host| host.sides.get(&peer)).map(|side| side.up.clone()))
+        Ok(state.hosts.get(&self.node).and_then(|host| host.sides.get(&peer)).map(|side| side.up.clone()))
     }
 
-    fn queue(&self, peer: PeerId, lane: Lane) -> Result<SendQueue, LinkError> {
+    fn queue(&self, peer: Node, lane: Lane) -> Result<SendQueue, LinkError> {
         let state = self.net.lock();
         if !self.lives(&state) {
             return Err(LinkError::Closed);
         }
-        let side = state.hosts.get(&self.peer).and_then(|host| host.sides.get(&peer));
+        let side = state.hosts.get(&self.node).and_then(|host| host.sides.get(&peer));
         let side = side.ok_or(LinkError::NotConnected { peer })?;
         let queue = match lane {
             Lane::Control => side.control.clone(),
@@ -253,30 +241,30 @@ impl MemoryLink {
     }
 
     /// The parcel to queue, or `None` where a cut swallows it.
-    fn parcel(&self, peer: PeerId, queue: &SendQueue, body: Bytes) -> Option<Parcel> {
-        if self.net.is_cut(self.peer, peer) {
+    fn parcel(&self, peer: Node, queue: &SendQueue, body: Bytes) -> Option<Parcel> {
+        if self.net.is_cut(self.node, peer) {
             return None;
         }
-        let delay = self.net.delay(self.peer, peer);
+        let delay = self.net.delay(self.node, peer);
         let due = (!delay.is_zero()).then(|| Box::pin(tokio::time::sleep(delay)));
         Some(Parcel { due, after: queue.control_taken.load(Ordering::Acquire), body })
     }
 
-    async fn connect(&self, number: u64, peer: PeerId) -> Result<(), String> {
-        tokio::time::sleep(self.net.delay(self.peer, peer) * 2).await;
-        self.net.until_whole(self.peer, peer).await;
+    async fn connect(&self, peer: Node) -> Result<(), String> {
+        tokio::time::sleep(self.net.delay(self.node, peer) * 2).await;
+        self.net.until_whole(self.node, peer).await;
         let mut up = match self.up(peer).map_err(|error| error.to_string())? {
             Some(up) => up,
-            None => self.establish(number, peer)?,
+            None => self.establish(peer)?,
         };
         up.wait_for(|up| *up).await.map(|_| ()).map_err(|_| "the connection ended at once".to_owned())
     }
 
     /// Makes both ends of a connection.
-    fn establish(&self, number: u64, peer: PeerId) -> Result<watch::Receiver<bool>, String> {
+    fn establish(&self, peer: Node) -> Result<watch::Receiver<bool>, String> {
         let mut state = self.net.lock();
-        match state.numbers.get(&number) {
-            None => return Err(format!("nobody listens at /memory/{number}")),
+        match state.hosts.keys().find(|node| node.start == peer.start) {
+            None => return Err(format!("nobody listens at /memory/{}", peer.start)),
             Some(found) if *found != peer => {
                 return Err(format!("expected peer {peer}, found {found}: check the address"));
             }
@@ -284,10 +272,10 @@ impl MemoryLink {
         }
         state.connections_made += 1;
         let connection = state.connections_made;
-        let (ours, theirs) = (address_of(self.number, self.peer), address_of(number, peer));
+        let (ours, theirs) = (address_of(self.node), address_of(peer));
         let (near_lanes, far_lanes) = (Wire::new(), Wire::new());
-        let near = Seat { owner: self.peer, other: peer, address: theirs, dialled: true, connection };
-        let far = Seat { owner: peer, other: self.peer, address: ours, dialled: false, connection };
+        let near = Seat { owner: self.node, other: peer, address: theirs, dialled: true, connection };
+        let far = Seat { owner: peer, other: self.node, address: ours, dialled: false, connection };
         let missing = || "the link is shut down".to_owned();
         let (near_said, far_said) = (Arc::default(), Arc::default());
         let near_wires = Wires { out: near_lanes.sender, inward: far_lanes.receiver, said: near_said, heard: far_said };
@@ -344,8 +332,8 @@ struct Wires {
 /// Whose end of which connection.
 #[derive(Debug, Clone)]
 struct Seat {
-    owner: PeerId,
-    other: PeerId,
+    owner: Node,
+    other: Node,
     address: Multiaddr,
     dialled: bool,
     connection: u64,
@@ -392,30 +380,31 @@ fn seat(net: &Arc<Net>, state: &mut State, seat: Seat, wires: Wires) -> Option<w
     Some(up)
 }
 
-fn address_of(number: u64, peer: PeerId) -> Multiaddr {
-    with_peer(Multiaddr::from(Protocol::Memory(number)), peer)
+fn address_of(node: Node) -> Multiaddr {
+    with_peer(Multiaddr::from(Protocol::Memory(node.start)), node.peer)
 }
 
 impl Link for MemoryLink {
-    fn local_peer(&self) -> PeerId {
-        self.peer
+    fn local(&self) -> Node {
+        self.node
     }
 
     fn addresses(&self) -> Vec<Multiaddr> {
-        if self.lives(&self.net.lock()) { vec![address_of(self.number, self.peer)] } else { Vec::new() }
+        if self.lives(&self.net.lock()) { vec![address_of(self.node)] } else { Vec::new() }
     }
 
-    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<PeerId, LinkError>> {
+    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<Node, LinkError>> {
         async move {
             let (rest, peer) = split_peer(&address)?;
             let fail = |why: String| LinkError::Dial { address: address.clone(), why };
-            if peer == self.peer {
+            if peer == self.node.peer {
                 return Err(fail("this is the link's own address".to_owned()));
             }
             let mut parts = rest.iter();
             let (Some(Protocol::Memory(number)), None) = (parts.next(), parts.next()) else {
                 return Err(fail("expected /memory/NUMBER/p2p/PEER".to_owned()));
             };
+            let peer = Node { peer, start: number };
             let deadline = self.net.settings.dial_deadline;
             let connected = match self.up(peer)? {
                 Some(mut up) => {
@@ -424,7 +413,7 @@ impl Link for MemoryLink {
                     })
                     .await
                 }
-                None => tokio::time::timeout(deadline, self.connect(number, peer)).await,
+                None => tokio::time::timeout(deadline, self.connect(peer)).await,
             };
             match connected {
                 Ok(Ok(())) => Ok(peer),
@@ -435,7 +424,7 @@ impl Link for MemoryLink {
         .boxed()
     }
 
-    fn send(&self, peer: PeerId, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>> {
+    fn send(&self, peer: Node, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>> {
         async move {
             lane.check(&body)?;
             let queue = self.queue(peer, lane)?;
@@ -451,7 +440,7 @@ impl Link for MemoryLink {
         .boxed()
     }
 
-    fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
+    fn try_send(&self, peer: Node, lane: Lane, body: Bytes) -> Result<(), LinkError> {
         lane.check(&body)?;
         let queue = self.queue(peer, lane)?;
         let Some(parcel) = self.parcel(peer, &queue, body) else { return Ok(()) };
@@ -461,13 +450,13 @@ impl Link for MemoryLink {
         })
     }
 
-    fn disconnect(&self, peer: PeerId, reason: &str) {
+    fn disconnect(&self, peer: Node, reason: &str) {
         let side = {
             let mut state = self.net.lock();
             if !self.lives(&state) {
                 return;
             }
-            state.hosts.get_mut(&self.peer).and_then(|host| host.sides.remove(&peer))
+            state.hosts.get_mut(&self.node).and_then(|host| host.sides.remove(&peer))
         };
         if let Some(side) = side {
             side.end(reason, &format!("the peer closed the connection: {reason}"));
@@ -476,9 +465,7 @@ impl Link for MemoryLink {
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {
         async move {
-            if self.lives(&self.net.lock()) {
-                self.net.remove(self.peer, "the peer shut down");
-            }
+            self.net.remove(self.node, "the peer shut down");
         }
         .boxed()
     }

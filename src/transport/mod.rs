@@ -14,6 +14,8 @@ use futures::future::BoxFuture;
 use libp2p::multiaddr::Protocol;
 use libp2p::{Multiaddr, PeerId};
 
+use crate::ids::Node;
+
 pub use events::LinkEvents;
 
 /// Longest body that a lane carries, in bytes; longer ones are refused on both sides, before
@@ -52,7 +54,7 @@ pub enum LinkEvent {
     /// [`LinkEvent::Disconnected`].
     Connected {
         /// The peer, proven by its key.
-        peer: PeerId,
+        peer: Node,
         /// The address it was reached at, or came from.
         address: Multiaddr,
         /// Whether this side dialled.
@@ -61,14 +63,14 @@ pub enum LinkEvent {
     /// The connection is gone; bodies in queues are lost.
     Disconnected {
         /// The peer.
-        peer: PeerId,
+        peer: Node,
         /// Why, for a log or an error message.
         reason: String,
     },
     /// A body came in.
     Received {
         /// From whom.
-        peer: PeerId,
+        peer: Node,
         /// On which lane.
         lane: Lane,
         /// The bytes, uncopied since the socket's buffer.
@@ -83,13 +85,13 @@ pub enum LinkError {
     #[error("not connected to {peer}")]
     NotConnected {
         /// The peer.
-        peer: PeerId,
+        peer: Node,
     },
     /// The peer takes nothing in.
     #[error("the send queue to {peer} stayed full for {waited_ms} ms: the peer does not read")]
     Stalled {
         /// The peer.
-        peer: PeerId,
+        peer: Node,
         /// How long the sender waited.
         waited_ms: u64,
     },
@@ -119,27 +121,28 @@ pub enum LinkError {
 /// A way to reach peers.
 pub trait Link: Send + Sync + 'static {
     /// This side's name.
-    fn local_peer(&self) -> PeerId;
+    fn local(&self) -> Node;
 
-    /// Addresses this side listens on, each ending in `/p2p/<local_peer>`.
+    /// Addresses this side listens on, each ending in `/p2p/<peer>`.
     fn addresses(&self) -> Vec<Multiaddr>;
 
-    /// Connects to an address that ends in `/p2p/<peer>`; returns at once if connected already.
+    /// Connects to an address that ends in `/p2p/<peer>` and says which node of that peer answered;
+    /// returns at once if connected through that address already.
     /// [`LinkEvent::Connected`] comes before this returns `Ok`.
-    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<PeerId, LinkError>>;
+    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<Node, LinkError>>;
 
     /// Puts a body into the send queue of a lane, waiting for room (bounded by the link's stall
     /// deadline). `Ok` means queued, not delivered.
-    fn send(&self, peer: PeerId, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>>;
+    fn send(&self, peer: Node, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>>;
 
     /// Puts a body into the send queue if there is room now.
     ///
     /// # Errors
     /// [`LinkError::Stalled`] with `waited_ms` 0 where the queue is full.
-    fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError>;
+    fn try_send(&self, peer: Node, lane: Lane, body: Bytes) -> Result<(), LinkError>;
 
     /// Closes the connection to a peer; [`LinkEvent::Disconnected`] follows with this reason.
-    fn disconnect(&self, peer: PeerId, reason: &str);
+    fn disconnect(&self, peer: Node, reason: &str);
 
     /// Closes everything and stops listening.
     fn shutdown(&self) -> BoxFuture<'_, ()>;

@@ -107,8 +107,11 @@ fn any_offer() -> impl Strategy<Value = Control> {
 }
 
 fn any_join() -> impl Strategy<Value = Control> {
-    let neighbour =
-        || prop::option::of(addresses().prop_map(|addresses| Neighbour { peer: libp2p::PeerId::random(), addresses }));
+    let neighbour = || {
+        prop::option::of(
+            addresses().prop_map(|addresses| Neighbour { peer: ringfence::ids::Node::random(), addresses }),
+        )
+    };
     (any::<u64>(), neighbour(), neighbour())
         .prop_map(|(view, predecessor, successor)| Control::Join(Join { view: View(view), predecessor, successor }))
 }
@@ -172,7 +175,7 @@ fn any_small() -> impl Strategy<Value = Control> {
             8 => Control::Heartbeat { seq: a },
             9 => Control::HeartbeatAck { seq: a },
             10 => Control::Draining,
-            _ => Control::NeighbourLost { view, peer: libp2p::PeerId::random(), reason },
+            _ => Control::NeighbourLost { view, peer: ringfence::ids::Node::random(), reason },
         }
     })
 }

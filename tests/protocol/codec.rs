@@ -316,7 +316,7 @@ fn long_texts_are_refused_and_reasons_are_cut() {
     let addresses = vec![String::new(); 17];
     let join = Join {
         view: View(1),
-        predecessor: Some(Neighbour { peer: libp2p::PeerId::random(), addresses }),
+        predecessor: Some(Neighbour { peer: ringfence::ids::Node::random(), addresses }),
         successor: None,
     };
     assert!(encode_control(&Control::Join(join)).unwrap_err().to_string().contains("17, the limit is 16"));

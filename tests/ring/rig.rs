@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use libp2p::{Multiaddr, PeerId};
+use libp2p::Multiaddr;
 use ringfence::config::{Admit, CoordinatorSettings, MAX_SESSIONS, StageSettings};
 use ringfence::coordinator::handle::Coordinator;
 use ringfence::coordinator::job::{Event, Finish, Job, JobError, JobStats, Mode, ModelFacts, Request, Serve};
 use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
 use ringfence::engine::Engine;
 use ringfence::engine::cpu::{CpuEngine, CpuSettings};
-use ringfence::ids::{LayerRange, TokenId, WireEncoding};
+use ringfence::ids::{LayerRange, Node, TokenId, WireEncoding};
 use ringfence::model::Checkpoint;
 use ringfence::node::membership::Obey;
 use ringfence::node::serve::{ServeError, StageParts, serve};
@@ -24,7 +24,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A stage of the rig.
 pub(crate) struct Stage {
-    pub(crate) peer: PeerId,
+    pub(crate) peer: Node,
     pub(crate) address: Multiaddr,
     pub(crate) stop: watch::Sender<bool>,
     pub(crate) task: JoinHandle<Result<(), ServeError>>,
@@ -35,7 +35,7 @@ pub(crate) struct Rig {
     pub(crate) network: MemoryNetwork,
     pub(crate) stages: Vec<Stage>,
     pub(crate) coordinator: Coordinator,
-    pub(crate) coordinator_peer: PeerId,
+    pub(crate) coordinator_peer: Node,
     pub(crate) coordinator_address: Multiaddr,
     stop: watch::Sender<bool>,
     task: JoinHandle<()>,
@@ -59,18 +59,18 @@ pub(crate) fn engine(checkpoint: &Checkpoint, range: LayerRange) -> CpuEngine {
 /// Starts a stage that obeys `coordinator`, and with `dial` goes to it by itself.
 pub(crate) fn start_stage(
     network: &MemoryNetwork,
-    coordinator: PeerId,
+    coordinator: Node,
     dial: Option<Multiaddr>,
     engine: Box<dyn Engine>,
     digest: [u8; 32],
 ) -> Stage {
     let (link, events) = network.link();
-    let (peer, address) = (link.local_peer(), link.addresses()[0].clone());
+    let (peer, address) = (link.local(), link.addresses()[0].clone());
     let (stop, stopped) = watch::channel(false);
     let parts = StageParts { engine, link, events, model_digest: digest, stop: stopped, observer: None };
     let settings = StageSettings {
         coordinator: dial,
-        obey: Obey::Peers([coordinator].into()),
+        obey: Obey::Peers([coordinator.peer].into()),
         max_sessions: MAX_SESSIONS,
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
         announce: Vec::new(),
@@ -98,7 +98,7 @@ impl Rig {
         let checkpoint = tiny();
         let network = MemoryNetwork::new();
         let (link, events) = network.link();
-        let (coordinator_peer, coordinator_address) = (link.local_peer(), link.addresses()[0].clone());
+        let (coordinator_peer, coordinator_address) = (link.local(), link.addresses()[0].clone());
         let digest = checkpoint.digest();
         let stages: Vec<Stage> = cut
             .iter()

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use libp2p::PeerId;
+use ringfence::ids::Node;
 use ringfence::transport::{BODY_BYTES_MAX, CONTROL_BYTES_MAX, Lane, LinkError, LinkEvent, SEND_QUEUE_MAX};
 
 use super::nodes::{Network, STALL, join, until};
@@ -343,7 +344,7 @@ async fn a_link_that_is_shut_down_refuses(network: Network) {
 
 async fn sends_to_strangers_are_refused(network: Network) {
     let a = network.node().await;
-    let peer = PeerId::random();
+    let peer = Node::random();
     assert_eq!(a.link.send(peer, Lane::Data, Bytes::new()).await, Err(LinkError::NotConnected { peer }));
     assert_eq!(a.link.try_send(peer, Lane::Control, Bytes::new()), Err(LinkError::NotConnected { peer }));
     a.link.disconnect(peer, "nobody");

@@ -12,7 +12,7 @@ use ringfence::transport::{Lane, LinkEvent};
 use ringfence::wan::{Proxy, ProxyHandle, ProxySettings, WanSettings};
 use tokio::time::{sleep, timeout};
 
-use super::nodes::{Node, PATIENCE, quic_node, quic_settings};
+use super::nodes::{End, PATIENCE, quic_node, quic_settings};
 
 const RTT: Duration = Duration::from_millis(40);
 
@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(37);
 const TRIES: usize = 3;
 
 /// Stands before a link; gives the address to dial instead.
-fn behind(target: &Node, wan: &WanSettings) -> (Multiaddr, ProxyHandle) {
+fn behind(target: &End, wan: &WanSettings) -> (Multiaddr, ProxyHandle) {
     let address = target.address();
     let mut parts = address.iter();
     let (Some(Protocol::Ip4(ip)), Some(Protocol::Udp(port))) = (parts.next(), parts.next()) else {

@@ -7,13 +7,13 @@ use libp2p::PeerId;
 use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
 use ringfence::transport::{Lane, LinkError};
 
-use super::nodes::{Node, join};
+use super::nodes::{End, join};
 
 const DELAY: Duration = Duration::from_millis(5);
 
-fn node(network: &MemoryNetwork) -> Node {
+fn node(network: &MemoryNetwork) -> End {
     let (link, events) = network.link();
-    Node { link, events }
+    End { link, events }
 }
 
 fn delayed() -> MemoryNetwork {
@@ -92,11 +92,14 @@ async fn a_killed_link_is_gone_and_may_start_again() {
     let reason = a.expect_disconnected(peer).await;
     assert!(reason.contains("killed"), "{reason}");
     assert_eq!(b.link.send(a.peer(), Lane::Data, Bytes::new()).await, Err(LinkError::Closed));
-    let (link, events) = network.link_as(peer);
-    let mut again = Node { link, events };
+    let (link, events) = network.link_as(peer.peer);
+    let mut again = End { link, events };
     join(&mut a, &mut again).await;
     drop(b);
-    a.link.send(peer, Lane::Data, Bytes::from_static(b"x")).await.unwrap();
+    assert_ne!(again.peer(), peer);
+    let lost = LinkError::NotConnected { peer };
+    assert_eq!(a.link.try_send(peer, Lane::Data, Bytes::from_static(b"for the dead")), Err(lost));
+    a.link.send(again.peer(), Lane::Data, Bytes::from_static(b"x")).await.unwrap();
     again.expect_body(a.peer()).await;
 }
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
-use libp2p::{Multiaddr, PeerId};
+use ringfence::ids::Node;
 use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
 use ringfence::transport::quic::{QuicLink, QuicSettings};
 use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
@@ -26,7 +27,7 @@ pub(crate) enum Network {
 }
 
 /// A link and what happens on it.
-pub(crate) struct Node {
+pub(crate) struct End {
     pub(crate) link: Arc<dyn Link>,
     pub(crate) events: LinkEvents,
 }
@@ -40,18 +41,18 @@ impl Network {
         }))
     }
 
-    pub(crate) async fn node(&self) -> Node {
+    pub(crate) async fn node(&self) -> End {
         match self {
             Self::Memory(network) => {
                 let (link, events) = network.link();
-                Node { link, events }
+                End { link, events }
             }
             Self::Quic => quic_node(quic_settings()).await,
         }
     }
 
     /// Two nodes, connected, both told so.
-    pub(crate) async fn pair(&self) -> (Node, Node) {
+    pub(crate) async fn pair(&self) -> (End, End) {
         let (mut a, mut b) = (self.node().await, self.node().await);
         join(&mut a, &mut b).await;
         (a, b)
@@ -64,22 +65,22 @@ pub(crate) fn quic_settings() -> QuicSettings {
 }
 
 /// A QUIC link on loopback.
-pub(crate) async fn quic_node(settings: QuicSettings) -> Node {
+pub(crate) async fn quic_node(settings: QuicSettings) -> End {
     let (link, events) = QuicLink::start(settings).await.unwrap();
-    Node { link, events }
+    End { link, events }
 }
 
 /// Connects two nodes and takes both events.
-pub(crate) async fn join(a: &mut Node, b: &mut Node) {
+pub(crate) async fn join(a: &mut End, b: &mut End) {
     let dialled = a.link.dial(b.address()).await.unwrap();
     assert_eq!(dialled, b.peer());
     a.expect_connected(b.peer()).await;
     b.expect_connected(a.peer()).await;
 }
 
-impl Node {
-    pub(crate) fn peer(&self) -> PeerId {
-        self.link.local_peer()
+impl End {
+    pub(crate) fn peer(&self) -> Node {
+        self.link.local()
     }
 
     pub(crate) fn address(&self) -> Multiaddr {
@@ -90,7 +91,7 @@ impl Node {
         tokio::time::timeout(PATIENCE, self.events.recv()).await.expect("an event in time").expect("an open link")
     }
 
-    pub(crate) async fn expect_connected(&mut self, expected: PeerId) -> bool {
+    pub(crate) async fn expect_connected(&mut self, expected: Node) -> bool {
         match self.next().await {
             LinkEvent::Connected { peer, address, dialled } => {
                 assert_eq!(peer, expected);
@@ -101,7 +102,7 @@ impl Node {
         }
     }
 
-    pub(crate) async fn expect_disconnected(&mut self, expected: PeerId) -> String {
+    pub(crate) async fn expect_disconnected(&mut self, expected: Node) -> String {
         match self.next().await {
             LinkEvent::Disconnected { peer, reason } => {
                 assert_eq!(peer, expected);
@@ -111,7 +112,7 @@ impl Node {
         }
     }
 
-    pub(crate) async fn expect_body(&mut self, expected: PeerId) -> (Lane, Bytes) {
+    pub(crate) async fn expect_body(&mut self, expected: Node) -> (Lane, Bytes) {
         match self.next().await {
             LinkEvent::Received { peer, lane, body } => {
                 assert_eq!(peer, expected);

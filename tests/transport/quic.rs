@@ -6,17 +6,18 @@ use bytes::Bytes;
 use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
+use ringfence::ids::Node;
 use ringfence::transport::quic::{QuicLink, QuicSettings, StartError};
 use ringfence::transport::{Lane, LinkError, LinkEvent};
 
-use super::nodes::{Node, PATIENCE, join, quic_node, quic_settings};
+use super::nodes::{End, PATIENCE, join, quic_node, quic_settings};
 use super::proxy::Proxy;
 use super::rogue::{self, Script, accept, hello};
 
 const CONTROL: &str = "/ringfence/control/1";
 const DATA: &str = "/ringfence/data/1";
 
-async fn node() -> Node {
+async fn node() -> End {
     quic_node(quic_settings()).await
 }
 
@@ -125,8 +126,8 @@ async fn connections_that_come_in_are_limited() {
 /// Plays a script to a node and gives the reason of the disconnect.
 async fn played(control: Vec<Vec<u8>>, data: Vec<Vec<u8>>) -> String {
     let mut victim = node().await;
-    let key = rogue::deciding(victim.peer());
-    let peer = key.public().to_peer_id();
+    let key = rogue::deciding(victim.peer().peer);
+    let peer = Node { peer: key.public().to_peer_id(), start: rogue::START };
     let script = vec![(CONTROL, control.concat()), (DATA, data.concat())];
     let _rogue = rogue::dial(key, victim.address(), script);
     victim.expect_connected(peer).await;
@@ -159,7 +160,7 @@ async fn garbage_on_a_lane_ends_the_connection_with_a_reason() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lane_too_many_ends_the_connection() {
     let mut victim = node().await;
-    let key = rogue::deciding(victim.peer());
+    let key = rogue::deciding(victim.peer().peer);
     let peer = key.public().to_peer_id();
     let mut script: Script = vec![(CONTROL, [hello(), accept()].concat()), (DATA, Vec::new())];
     script.extend((0..6).map(|_| (DATA, Vec::new())));
@@ -192,7 +193,7 @@ async fn garbage_instead_of_an_introduction_is_no_event() {
         vec![(CONTROL, hello()), (DATA, Vec::new())],
         vec![],
     ] {
-        closed(rogue::dial(rogue::deciding(victim.peer()), victim.address(), script)).await;
+        closed(rogue::dial(rogue::deciding(victim.peer().peer), victim.address(), script)).await;
         victim.expect_quiet();
     }
 }
@@ -214,8 +215,8 @@ async fn an_owner_that_takes_no_events_any_more_ends_its_connections() {
     let (mut a, mut b) = (node().await, node().await);
     join(&mut a, &mut b).await;
     drop(b.events);
-    a.link.send(b.link.local_peer(), Lane::Data, Bytes::from_static(b"hear me")).await.unwrap();
-    let reason = a.expect_disconnected(b.link.local_peer()).await;
+    a.link.send(b.link.local(), Lane::Data, Bytes::from_static(b"hear me")).await.unwrap();
+    let reason = a.expect_disconnected(b.link.local()).await;
     assert!(reason.contains("takes no events"), "{reason}");
 }
 
@@ -240,24 +241,45 @@ async fn a_peer_that_vanished_is_noticed_and_may_come_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_peer_that_starts_again_replaces_its_dead_connection() {
-    for _ in 0..4 {
-        let (key, mut b) = (Keypair::generate_ed25519(), node().await);
-        let settings = || QuicSettings { identity: key.clone(), ..quic_settings() };
-        let mut dead = quic_node(settings()).await;
-        let proxy = Proxy::before(&b.address()).await;
-        dead.link.dial(proxy.address()).await.unwrap();
-        dead.expect_connected(b.peer()).await;
-        b.expect_connected(dead.peer()).await;
-        proxy.cut();
-        let mut again = quic_node(settings()).await;
-        assert_eq!(again.link.dial(b.address()).await, Ok(b.peer()));
-        again.expect_connected(b.peer()).await;
-        let reason = b.expect_disconnected(dead.peer()).await;
-        assert!(reason.contains("anew"), "{reason}");
-        b.expect_connected(dead.peer()).await;
-        b.link.send(again.peer(), Lane::Data, Bytes::from_static(b"welcome back")).await.unwrap();
-        again.expect_body(b.peer()).await;
-        again.expect_quiet();
+async fn a_second_process_of_one_key_is_connected_beside_the_first() {
+    let (key, mut host) = (Keypair::generate_ed25519(), node().await);
+    let settings = || QuicSettings { identity: key.clone(), ..quic_settings() };
+    let (mut first, mut second) = (quic_node(settings()).await, quic_node(settings()).await);
+    for twin in [&mut first, &mut second] {
+        join(twin, &mut host).await;
     }
+    assert_ne!(first.peer(), second.peer());
+    for twin in [&mut first, &mut second] {
+        let name = Bytes::copy_from_slice(&twin.peer().start.to_le_bytes());
+        host.link.send(twin.peer(), Lane::Data, name.clone()).await.unwrap();
+        assert_eq!(twin.expect_body(host.peer()).await, (Lane::Data, name));
+        twin.link.send(host.peer(), Lane::Control, Bytes::new()).await.unwrap();
+        host.expect_body(twin.peer()).await;
+    }
+    first.link.shutdown().await;
+    host.expect_disconnected(first.peer()).await;
+    let lost = LinkError::NotConnected { peer: first.peer() };
+    assert_eq!(host.link.try_send(first.peer(), Lane::Control, Bytes::new()), Err(lost));
+    host.link.send(second.peer(), Lane::Control, Bytes::new()).await.unwrap();
+    second.expect_body(host.peer()).await;
+    host.expect_quiet();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_starts_again_is_reached_while_its_old_connection_dies() {
+    let (key, mut host) = (Keypair::generate_ed25519(), quic_node(impatient()).await);
+    let settings = || QuicSettings { identity: key.clone(), ..impatient() };
+    let mut dead = quic_node(settings()).await;
+    let proxy = Proxy::before(&host.address()).await;
+    dead.link.dial(proxy.address()).await.unwrap();
+    dead.expect_connected(host.peer()).await;
+    host.expect_connected(dead.peer()).await;
+    proxy.cut();
+    let mut again = quic_node(settings()).await;
+    join(&mut again, &mut host).await;
+    host.link.send(again.peer(), Lane::Data, Bytes::from_static(b"welcome back")).await.unwrap();
+    again.expect_body(host.peer()).await;
+    let reason = host.expect_disconnected(dead.peer()).await;
+    assert!(reason.contains("timed out"), "{reason}");
+    again.expect_quiet();
 }

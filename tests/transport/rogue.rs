@@ -19,7 +19,7 @@ use libp2p::{Multiaddr, PeerId, StreamProtocol, Swarm, quic, swarm};
 
 /// The bytes of a hello, as the first connection of an instance.
 pub(crate) fn hello() -> Vec<u8> {
-    note(1, &[7, 1, 1])
+    note(1, &[START, 1, 1])
 }
 
 /// The bytes of an accept.
@@ -34,6 +34,9 @@ fn note(kind: u8, numbers: &[u64]) -> Vec<u8> {
     numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
     bytes
 }
+
+/// The number that a rogue says it drew at its start.
+pub(crate) const START: u64 = 7;
 
 /// A stream to open, and what to write on it.
 pub(crate) type Script = Vec<(&'static str, Vec<u8>)>;

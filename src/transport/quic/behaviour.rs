@@ -72,7 +72,7 @@ impl Behaviour {
         address: &Multiaddr,
         dialled: bool,
     ) -> Result<LaneHandler, ConnectionDenied> {
-        let Some((number, turn)) = self.shared.registry().begin(peer, dialled) else {
+        let Some(number) = self.shared.registry().begin(peer, dialled) else {
             return Err(ConnectionDenied::new(Denied::Unsettled));
         };
         let (parts_sender, parts) = mpsc::channel(PARTS_MAX);
@@ -87,7 +87,7 @@ impl Behaviour {
         };
         let close = self.close_requester.clone();
         tokio::spawn(async move {
-            connection.run(turn).await;
+            connection.run().await;
             // Without a swarm there is nothing left to close.
             let _ = close.send((peer, id)).await;
         });

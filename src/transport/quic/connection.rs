@@ -21,7 +21,8 @@ use super::super::{Lane, LinkEvent, SEND_QUEUE_MAX};
 use super::Shared;
 use super::handler::Part;
 use super::lane::{Incoming, LaneError, LaneReader, LaneWriter, Note, Outgoing, chain};
-use super::registry::{Turn, Verdict};
+use super::registry::{Turn, Verdict, Way};
+use crate::ids::Node;
 
 /// What others need to use or end a connection.
 #[derive(Debug)]
@@ -98,6 +99,9 @@ struct Settled {
     data_in: LaneReader<Stream>,
     queues: Queues,
     stop: oneshot::Receiver<Stop>,
+    /// Who is at the other end.
+    node: Node,
+    turn: Turn,
 }
 
 /// The send queues, both ends.
@@ -114,7 +118,7 @@ enum End {
 
 impl Connection {
     /// Runs the connection until it has ended and its owner knows.
-    pub(super) async fn run(mut self, turn: Turn) {
+    pub(super) async fn run(mut self) {
         // As long as a dial: whoever says nothing in that time is no peer.
         let deadline = self.shared.settings.dial_deadline;
         let (peer, shared) = (self.peer, Arc::clone(&self.shared));
@@ -125,11 +129,10 @@ impl Connection {
             () = shared.until_closed() => Err("the link was shut down".to_owned()),
         };
         match settled {
-            Ok(settled) => self.live(settled, turn).await,
+            Ok(settled) => self.live(settled).await,
             Err(why) => {
                 tracing::debug!(%peer, number = self.number, %why, "connection not settled");
                 shared.registry().gone(peer, self.number, &why);
-                drop(turn);
             }
         }
         shared.registry().forget(peer);
@@ -167,41 +170,43 @@ impl Connection {
         let queues = Queues { control: SendQueue::new(), data: SendQueue::new() };
         let (stop_sender, stop) = oneshot::channel();
         let handle = Handle { control: queues.control.0.clone(), data: queues.data.0.clone(), stop: stop_sender };
+        let way = Way { number: self.number, address: self.address.clone() };
         let verdict = match heard {
-            None => self.shared.registry().judge(self.peer, self.number, hello, handle),
-            Some(serial) => self.shared.registry().follow(self.peer, self.number, (hello, serial), handle),
+            None => self.shared.registry().judge(self.peer, way, hello, handle),
+            Some(serial) => self.shared.registry().follow(self.peer, way, (hello, serial), handle),
         };
-        let (serial, bury) = match verdict {
-            Verdict::Accept { serial, bury } => (serial, bury),
+        let (serial, turn, bury) = match verdict {
+            Verdict::Accept { serial, turn, bury } => (serial, turn, bury),
             Verdict::Refuse { why } => return Err(why.to_owned()),
         };
-        if let Some(old) = bury {
+        for old in bury {
             // A connection that ends by itself needs no reason.
             let _ = old.stop.send(Stop { reason: "the peer connected anew".to_owned(), farewell: None });
         }
         if decides {
             control_out.note(&Note::Accept { serial }).await.map_err(|error| chain(&error))?;
         }
-        Ok(Settled { control_out, data_out, control_in, data_in, queues, stop })
+        let node = Node { peer: self.peer, start: hello.start };
+        Ok(Settled { control_out, data_out, control_in, data_in, queues, stop, node, turn })
     }
 
     /// Carries bodies until the connection ends.
-    async fn live(mut self, settled: Settled, turn: Turn) {
-        let Settled { mut control_out, mut data_out, control_in, data_in, queues, stop } = settled;
+    async fn live(mut self, settled: Settled) {
+        let Settled { mut control_out, mut data_out, control_in, data_in, queues, stop, node, turn } = settled;
         let Queues { control: (control, mut control_queue), data: (data, mut data_queue) } = queues;
-        let (peer, shared) = (self.peer, Arc::clone(&self.shared));
+        let shared = Arc::clone(&self.shared);
         let turn = turn.lock_owned().await;
-        let connected = LinkEvent::Connected { peer, address: self.address.clone(), dialled: self.dialled };
+        let connected = LinkEvent::Connected { peer: node, address: self.address.clone(), dialled: self.dialled };
         if let Err(error) = self.events.send(connected).await {
-            shared.registry().gone(peer, self.number, &error.to_string());
+            shared.registry().gone(node.peer, self.number, &error.to_string());
             return;
         }
-        shared.registry().up(peer, self.number);
-        tracing::debug!(%peer, address = %self.address, dialled = self.dialled, "connected");
+        shared.registry().up(node, self.number);
+        tracing::debug!(peer = %node, address = %self.address, dialled = self.dialled, "connected");
 
         let mut readers = JoinSet::new();
         let (control_heard, heard) = watch::channel(0);
-        let line = |lane, heard| Line { lane, peer, events: self.events.clone(), heard };
+        let line = |lane, heard| Line { lane, peer: node, events: self.events.clone(), heard };
         readers.spawn(line(Lane::Control, Heard::Count(control_heard)).read(control_in));
         readers.spawn(line(Lane::Data, Heard::Await(heard)).read(data_in));
         data_out.after(Arc::clone(&control.taken));
@@ -212,10 +217,10 @@ impl Connection {
         let stop = self.watch(&mut readers, &mut writers, stop).await;
         // No body may follow the end.
         readers.shutdown().await;
-        shared.registry().gone(peer, self.number, &stop.reason);
-        tracing::debug!(%peer, reason = %stop.reason, "disconnected");
+        shared.registry().gone(node.peer, self.number, &stop.reason);
+        tracing::debug!(peer = %node, reason = %stop.reason, "disconnected");
         // Without an owner nobody is left to tell.
-        let _ = self.events.send(LinkEvent::Disconnected { peer, reason: stop.reason }).await;
+        let _ = self.events.send(LinkEvent::Disconnected { peer: node, reason: stop.reason }).await;
         drop(turn);
         if let Some(farewell) = stop.farewell {
             let last = async {
@@ -325,7 +330,7 @@ enum Heard {
 /// The way of one lane's bodies to the owner.
 struct Line {
     lane: Lane,
-    peer: PeerId,
+    peer: Node,
     events: EventSender,
     heard: Heard,
 }

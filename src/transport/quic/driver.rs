@@ -118,7 +118,7 @@ impl Driver {
     fn handle(&mut self, event: SwarmEvent<std::convert::Infallible>) {
         match event {
             SwarmEvent::NewListenAddr { address, .. } => {
-                let address = with_peer(address, self.shared.local);
+                let address = with_peer(address, self.shared.local.peer);
                 let mut addresses = self.shared.addresses();
                 if !addresses.contains(&address) {
                     addresses.push(address);
@@ -152,7 +152,7 @@ impl Driver {
     }
 
     fn forget_address(&self, address: Multiaddr) {
-        let address = with_peer(address, self.shared.local);
+        let address = with_peer(address, self.shared.local.peer);
         self.shared.addresses().retain(|known| *known != address);
     }
 

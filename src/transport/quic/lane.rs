@@ -65,9 +65,9 @@ pub(super) enum Note {
 /// from the successor of a dead one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// Drawn at the start of the sending link.
-    pub(super) instance: u64,
-    /// The sender's number of this connection; rises within an instance.
+    /// Drawn at the start of the sending process.
+    pub(super) start: u64,
+    /// The sender's number of this connection; rises within a process.
     pub(super) number: u64,
     /// The smallest number among the sender's living connections with the receiver.
     pub(super) oldest: u64,
@@ -124,9 +124,9 @@ impl Note {
     fn encode(&self, into: &mut Vec<u8>) {
         let mut body = Vec::with_capacity(32);
         match self {
-            Self::Hello(Hello { instance, number, oldest }) => {
+            Self::Hello(Hello { start, number, oldest }) => {
                 body.push(1);
-                for value in [instance, number, oldest] {
+                for value in [start, number, oldest] {
                     body.extend_from_slice(&value.to_le_bytes());
                 }
             }
@@ -161,8 +161,8 @@ impl Note {
         let (kind, rest) = bytes.split_first()?;
         match kind {
             1 => {
-                let [instance, number, oldest] = numbers(rest)?;
-                Some(Self::Hello(Hello { instance, number, oldest }))
+                let [start, number, oldest] = numbers(rest)?;
+                Some(Self::Hello(Hello { start, number, oldest }))
             }
             2 => {
                 let [serial] = numbers(rest)?;
@@ -443,7 +443,7 @@ mod tests {
 
     #[tokio::test]
     async fn notes_come_back_and_a_farewell_ends_the_lane() {
-        let hello = Note::Hello(Hello { instance: u64::MAX, number: 3, oldest: 2 });
+        let hello = Note::Hello(Hello { start: u64::MAX, number: 3, oldest: 2 });
         for note in [
             hello,
             Note::Accept { serial: 7 },

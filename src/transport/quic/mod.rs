@@ -25,7 +25,7 @@ use futures::future::BoxFuture;
 use libp2p::core::Transport;
 use libp2p::core::muxing::StreamMuxerBox;
 use libp2p::identity::Keypair;
-use libp2p::{Multiaddr, PeerId, Swarm, quic, swarm};
+use libp2p::{Multiaddr, Swarm, quic, swarm};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
@@ -35,6 +35,7 @@ use self::driver::{Command, Driver};
 use self::registry::{Attempt, Registry};
 use super::events::event_queue;
 use super::{Lane, Link, LinkError, LinkEvents, split_peer};
+use crate::ids::Node;
 
 /// Dials and shutdowns that wait for the driver.
 const COMMANDS_MAX: usize = 64;
@@ -135,7 +136,7 @@ pub enum StartError {
 /// What the link, its driver and its connections share.
 #[derive(Debug)]
 struct Shared {
-    local: PeerId,
+    local: Node,
     settings: QuicSettings,
     closed: watch::Sender<bool>,
     registry: Mutex<Registry<Handle>>,
@@ -168,7 +169,7 @@ impl Shared {
         if self.is_closed() { Err(LinkError::Closed) } else { Ok(()) }
     }
 
-    fn queue(&self, peer: PeerId, lane: Lane) -> Result<SendQueue, LinkError> {
+    fn queue(&self, peer: Node, lane: Lane) -> Result<SendQueue, LinkError> {
         self.check_open()?;
         let registry = self.registry();
         let handle = registry.current(peer).ok_or(LinkError::NotConnected { peer })?;
@@ -193,7 +194,7 @@ impl QuicLink {
     /// [`StartError`] where a setting can't be honoured or an address not listened on.
     pub async fn start(settings: QuicSettings) -> Result<(Arc<dyn Link>, LinkEvents), StartError> {
         settings.check()?;
-        let local = settings.identity.public().to_peer_id();
+        let local = Node { peer: settings.identity.public().to_peer_id(), start: rand::random() };
         let transport = quic::tokio::Transport::new(quic_config(&settings))
             .map(|(peer, connection), _| (peer, StreamMuxerBox::new(connection)))
             .boxed();
@@ -203,14 +204,14 @@ impl QuicLink {
             local,
             settings,
             closed: watch::Sender::new(false),
-            registry: Mutex::new(Registry::new(local, rand::random())),
+            registry: Mutex::new(Registry::new(local)),
             addresses: Mutex::default(),
         });
         let behaviour = Behaviour::new(Arc::clone(&shared), events);
         let config = swarm::Config::with_tokio_executor().with_max_negotiating_inbound_streams(STREAMS_MAX as usize);
         let (commands, command_queue) = mpsc::channel(COMMANDS_MAX);
         let mut driver = Driver {
-            swarm: Swarm::new(transport, behaviour, local, config),
+            swarm: Swarm::new(transport, behaviour, local.peer, config),
             shared: Arc::clone(&shared),
             commands: command_queue,
             dials: BTreeMap::new(),
@@ -233,7 +234,7 @@ fn quic_config(settings: &QuicSettings) -> quic::Config {
 }
 
 impl Link for QuicLink {
-    fn local_peer(&self) -> PeerId {
+    fn local(&self) -> Node {
         self.shared.local
     }
 
@@ -241,12 +242,12 @@ impl Link for QuicLink {
         self.shared.addresses().clone()
     }
 
-    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<PeerId, LinkError>> {
+    fn dial(&self, address: Multiaddr) -> BoxFuture<'_, Result<Node, LinkError>> {
         async move {
             self.shared.check_open()?;
             let (rest, peer) = split_peer(&address)?;
             let fail = |why: String| Err(LinkError::Dial { address: address.clone(), why });
-            if peer == self.shared.local {
+            if peer == self.shared.local.peer {
                 return fail("this is the link's own address".to_owned());
             }
             let deadline = self.shared.settings.dial_deadline;
@@ -254,7 +255,7 @@ impl Link for QuicLink {
                 // The place comes first: a dial that is registered must be made.
                 let place = self.commands.reserve().await.map_err(|_| LinkError::Closed)?;
                 let (waiter, outcome) = oneshot::channel();
-                let attempt = self.shared.registry().attempt(peer, waiter);
+                let attempt = self.shared.registry().attempt(peer, &address, waiter);
                 match attempt {
                     Attempt::Start => place.send(Command::Dial { peer, address: rest }),
                     Attempt::Wait => drop(place),
@@ -262,7 +263,7 @@ impl Link for QuicLink {
                 outcome.await.map_err(|_| LinkError::Closed)
             });
             match reached.await {
-                Ok(Ok(Ok(()))) => Ok(peer),
+                Ok(Ok(Ok(node))) => Ok(node),
                 Ok(Ok(Err(why))) => {
                     self.shared.check_open()?;
                     fail(why)
@@ -274,7 +275,7 @@ impl Link for QuicLink {
         .boxed()
     }
 
-    fn send(&self, peer: PeerId, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>> {
+    fn send(&self, peer: Node, lane: Lane, body: Bytes) -> BoxFuture<'_, Result<(), LinkError>> {
         async move {
             lane.check(&body)?;
             let queue = self.shared.queue(peer, lane)?;
@@ -294,7 +295,7 @@ impl Link for QuicLink {
         .boxed()
     }
 
-    fn try_send(&self, peer: PeerId, lane: Lane, body: Bytes) -> Result<(), LinkError> {
+    fn try_send(&self, peer: Node, lane: Lane, body: Bytes) -> Result<(), LinkError> {
         lane.check(&body)?;
         self.shared.queue(peer, lane)?.try_send(body).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => LinkError::Stalled { peer, waited_ms: 0 },
@@ -302,7 +303,7 @@ impl Link for QuicLink {
         })
     }
 
-    fn disconnect(&self, peer: PeerId, reason: &str) {
+    fn disconnect(&self, peer: Node, reason: &str) {
         let handle = self.shared.registry().take(peer);
         if let Some(handle) = handle {
             let stop = Stop { reason: reason.to_owned(), farewell: Some(reason.to_owned()) };
