@@ -141,7 +141,7 @@ pub(crate) async fn cancel(args: &Args, bars: &mut Bars) {
 async fn cancel_row(args: &Args, kind: Kind, wan: &Wan, frame: usize, bars: &mut Bars) {
     let rtt = wan.rtt.as_secs_f64() * 1e3;
     let mut hop = Hop::connect(kind, wan).await;
-    let Some(flood) = hop.flood(&Load::sink(frame)).await else { return };
+    let Some(flood) = hop.flood(&Load::sink(frame)) else { return };
     sleep(FILLING).await;
     let lasts = Duration::from_secs_f64(3.0 * args.seconds);
     let (begun, before) = (now(), hop.proxy().unwrap().stats());

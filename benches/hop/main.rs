@@ -37,8 +37,8 @@ struct Args {
     /// Bytes of a frame: one position of the full-size model over the fp8 wire, and over bf16
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_values_t = [16_700, 33_000])]
     frame: Vec<usize>,
-    /// Frames under way, 1 to 128
-    #[arg(long, value_name = "FRAMES", value_delimiter = ',', default_values_t = [1, 16], value_parser = clap::value_parser!(u8).range(1..=128))]
+    /// Frames under way, 1 to 16
+    #[arg(long, value_name = "FRAMES", value_delimiter = ',', default_values_t = [1, 16], value_parser = clap::value_parser!(u8).range(1..=16))]
     in_flight: Vec<u8>,
     /// Stacks to compare
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Ours, Kind::Raw, Kind::Tuned, Kind::Tcp])]

@@ -3,7 +3,7 @@
 //! This is the least that an application can do: the sender hands its body over without a copy, the
 //! receiver reads it whole into a buffer that it keeps.
 
-use std::net::SocketAddr;
+use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,16 +12,25 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use libp2p::identity::Keypair;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{ClientConfig, Connection, Endpoint, RecvStream, SendStream, ServerConfig, TransportConfig};
+use quinn::{
+    ClientConfig, Connection, Endpoint, EndpointConfig, RecvStream, SendStream, ServerConfig, TokioRuntime,
+    TransportConfig,
+};
 use ringfence::clock::now;
 use ringfence::wan::ProxyHandle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::stack::{ECHO, HEARD_MAX, Heard, LANES, Load, Wan};
+use super::stack::{ECHO, HEARD_MAX, Heard, Load, PLACES_MAX, Wan};
 
 /// Keeps connections alive where an endpoint's defaults would not.
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
+
+/// Marks a control body.
+const CONTROL: u8 = 2;
+
+/// Bytes that the system is asked to keep for a socket.
+const SOCKET_BUFFER: usize = 4 << 20;
 
 /// Control before data, where both have something to send.
 const CONTROL_PRIORITY: i32 = 1;
@@ -37,28 +46,18 @@ pub(crate) enum Tune {
 
 /// Both ends.
 pub(crate) struct Raw {
-    connection: Connection,
     streams: Vec<(SendStream, RecvStream)>,
     control: SendStream,
     pub(crate) heard: mpsc::Receiver<Heard>,
-    _ends: [Endpoint; 2],
     pub(crate) proxy: Option<ProxyHandle>,
+    _ends: [Endpoint; 2],
     _echo: JoinSet<()>,
 }
 
 impl Raw {
     pub(crate) async fn connect(wan: &Wan, tune: Tune) -> Self {
-        let (near_key, far_key) = (Keypair::generate_ed25519(), Keypair::generate_ed25519());
-        let to = far_key.public().to_peer_id();
-        let server = QuicServerConfig::try_from(libp2p_tls::make_server_config(&far_key).unwrap()).unwrap();
-        let client = QuicClientConfig::try_from(libp2p_tls::make_client_config(&near_key, Some(to)).unwrap()).unwrap();
-        let (mut server, mut client) =
-            (ServerConfig::with_crypto(Arc::new(server)), ClientConfig::new(Arc::new(client)));
-        server.transport_config(transport(tune));
-        client.transport_config(transport(tune));
-        let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
-        let far = Endpoint::server(server, anywhere).unwrap();
-        let near = Endpoint::client(anywhere).unwrap();
+        let (client, server) = configs(tune);
+        let (near, far) = (endpoint(None), endpoint(Some(server)));
         let target = far.local_addr().unwrap();
         let proxy = wan.proxy(target);
         let target = proxy.as_ref().map_or(target, ProxyHandle::address);
@@ -70,20 +69,17 @@ impl Raw {
             answer(connection, sender).await;
         });
         let connection = near.connect_with(client, target, "l").unwrap().await.unwrap();
-        let control = connection.open_uni().await.unwrap();
+        let (control, _) = connection.open_bi().await.unwrap();
         control.set_priority(CONTROL_PRIORITY).unwrap();
         let mut streams = Vec::new();
-        for _ in 0..LANES {
+        for _ in 0..PLACES_MAX {
             streams.push(connection.open_bi().await.unwrap());
         }
-        Self { connection, streams, control, heard, _ends: [near, far], proxy, _echo: echo }
+        Self { streams, control, heard, proxy, _ends: [near, far], _echo: echo }
     }
 
-    /// Places beyond the streams share none: each waits for its echo on its own stream.
+    /// Each place waits for its echo on its own stream.
     pub(crate) async fn turn(&mut self, load: &Load) -> Vec<Duration> {
-        while self.streams.len() < load.in_flight() {
-            self.streams.push(self.connection.open_bi().await.unwrap());
-        }
         let until = now() + load.lasts;
         let places = self.streams.iter_mut().zip(&load.bodies);
         let mut places: FuturesUnordered<_> = places
@@ -108,12 +104,12 @@ impl Raw {
         all
     }
 
-    pub(crate) async fn flood(&mut self, load: &Load) -> JoinSet<()> {
+    /// No turn can follow.
+    pub(crate) fn flood(&mut self, load: &Load) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
-        for body in &load.bodies {
-            let body = body.clone();
-            let (mut sender, _) = self.connection.open_bi().await.unwrap();
+        for ((mut sender, receiver), body) in self.streams.drain(..).zip(load.bodies.clone()) {
             tasks.spawn(async move {
+                let _receiver = receiver;
                 loop {
                     send(&mut sender, body.clone()).await;
                 }
@@ -123,8 +119,30 @@ impl Raw {
     }
 
     pub(crate) async fn control(&mut self, number: u64) {
-        self.control.write_all(&number.to_le_bytes()).await.unwrap();
+        let mut body = vec![0, CONTROL];
+        body.extend_from_slice(&number.to_le_bytes());
+        send(&mut self.control, Bytes::from(body)).await;
     }
+}
+
+fn configs(tune: Tune) -> (ClientConfig, ServerConfig) {
+    let (near, far) = (Keypair::generate_ed25519(), Keypair::generate_ed25519());
+    let to = far.public().to_peer_id();
+    let server = QuicServerConfig::try_from(libp2p_tls::make_server_config(&far).unwrap()).unwrap();
+    let client = QuicClientConfig::try_from(libp2p_tls::make_client_config(&near, Some(to)).unwrap()).unwrap();
+    let mut server = ServerConfig::with_crypto(Arc::new(server));
+    let mut client = ClientConfig::new(Arc::new(client));
+    server.transport_config(transport(tune));
+    client.transport_config(transport(tune));
+    (client, server)
+}
+
+/// An end whose socket has the buffers that our link's have.
+fn endpoint(server: Option<ServerConfig>) -> Endpoint {
+    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER).unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER).unwrap();
+    Endpoint::new(EndpointConfig::default(), server, socket, Arc::new(TokioRuntime)).unwrap()
 }
 
 fn transport(tune: Tune) -> Arc<TransportConfig> {
@@ -149,35 +167,21 @@ async fn send(stream: &mut SendStream, body: Bytes) {
 /// The far side: echoes on every stream, and listens to control.
 async fn answer(connection: Connection, heard: mpsc::Sender<Heard>) {
     let mut tasks = JoinSet::new();
-    loop {
-        tokio::select! {
-            stream = connection.accept_uni() => {
-                let Ok(stream) = stream else { return };
-                tasks.spawn(listen(stream, heard.clone()));
-            }
-            stream = connection.accept_bi() => {
-                let Ok((sender, receiver)) = stream else { return };
-                tasks.spawn(echo(sender, receiver));
-            }
-        }
+    while let Ok((sender, receiver)) = connection.accept_bi().await {
+        tasks.spawn(echo(sender, receiver, heard.clone()));
     }
 }
 
-async fn listen(mut stream: RecvStream, heard: mpsc::Sender<Heard>) {
-    let mut number = [0; 8];
-    while stream.read_exact(&mut number).await.is_ok() {
-        heard.try_send((u64::from_le_bytes(number), now())).unwrap();
-    }
-}
-
-async fn echo(mut sender: SendStream, mut receiver: RecvStream) {
+async fn echo(mut sender: SendStream, mut receiver: RecvStream, heard: mpsc::Sender<Heard>) {
     let (mut prefix, mut body) = ([0; 4], Vec::new());
     while receiver.read_exact(&mut prefix).await.is_ok() {
         body.resize(u32::from_le_bytes(prefix) as usize, 0);
         if receiver.read_exact(&mut body).await.is_err() {
             return;
         }
-        if body[1] == ECHO && sender.write_all(&body[..1]).await.is_err() {
+        if body[1] == CONTROL {
+            heard.try_send((u64::from_le_bytes(body[2..].try_into().unwrap()), now())).unwrap();
+        } else if body[1] == ECHO && sender.write_all(&body[..1]).await.is_err() {
             return;
         }
     }

@@ -18,8 +18,8 @@ use super::tcp::Tcp;
 /// Longest wait for an echo: a stack that takes longer is broken.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Streams of a raw hop, and at most so many of ours.
-pub(crate) const LANES: usize = 16;
+/// Frames under way at most: streams of a raw hop.
+pub(crate) const PLACES_MAX: usize = 16;
 
 /// Control bodies that were heard and wait to be looked at.
 pub(crate) const HEARD_MAX: usize = 1_024;
@@ -118,7 +118,7 @@ impl Load {
 
     /// Bodies that nobody answers.
     pub(crate) fn sink(frame: usize) -> Self {
-        Self::marked(frame, LANES, Duration::ZERO, SINK)
+        Self::marked(frame, PLACES_MAX, Duration::ZERO, SINK)
     }
 
     fn marked(frame: usize, places: usize, lasts: Duration, mark: u8) -> Self {
@@ -162,10 +162,10 @@ impl Hop {
     }
 
     /// Fills every data lane until the tasks are dropped. `None` where a stack has no lanes.
-    pub(crate) async fn flood(&mut self, load: &Load) -> Option<JoinSet<()>> {
+    pub(crate) fn flood(&mut self, load: &Load) -> Option<JoinSet<()>> {
         match self {
             Self::Ours(hop) => Some(hop.flood(load)),
-            Self::Raw(hop) => Some(hop.flood(load).await),
+            Self::Raw(hop) => Some(hop.flood(load)),
             Self::Tcp(_) => None,
         }
     }
