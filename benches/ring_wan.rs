@@ -26,7 +26,7 @@ use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
 use ringfence::clock::now;
-use ringfence::config::{Admit, CoordinatorSettings, MAX_SESSIONS, StageSettings};
+use ringfence::config::{Admit, CoordinatorSettings, DEAD_AFTER, HEARTBEAT, MAX_SESSIONS, StageSettings};
 use ringfence::coordinator::handle::Coordinator;
 use ringfence::coordinator::job::{JobStats, Mode, ModelFacts, Serve};
 use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
@@ -36,6 +36,7 @@ use ringfence::ids::{Position, SessionId, TokenId, WireEncoding};
 use ringfence::node::membership::Obey;
 use ringfence::node::serve::{StageParts, serve};
 use ringfence::transport::quic::{QuicLink, QuicSettings};
+use ringfence::transport::scope::Scope;
 use ringfence::wan::{Proxy, ProxyHandle, ProxySettings};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -153,6 +154,9 @@ impl Ring {
                 max_sessions: MAX_SESSIONS,
                 encodings: vec![WireEncoding::Fp8],
                 announce: vec![address.clone()],
+                dial_scope: Scope::Loopback,
+                heartbeat: HEARTBEAT,
+                dead_after: DEAD_AFTER,
             };
             tasks.spawn(async move { serve(parts, &settings).await.unwrap() });
             stages.push(address);

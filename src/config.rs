@@ -6,6 +6,7 @@ use libp2p::{Multiaddr, PeerId};
 
 use crate::ids::WireEncoding;
 use crate::node::membership::Obey;
+use crate::transport::scope::Scope;
 
 /// How a stage serves.
 #[derive(Debug, Clone)]
@@ -21,7 +22,20 @@ pub struct StageSettings {
     /// Addresses at which other peers reach it, each ending in `/p2p/<its peer>`. Default empty:
     /// those that its link listens on.
     pub announce: Vec<Multiaddr>,
+    /// Which addresses of neighbours are dialled. Default: as near as this stage's own addresses.
+    pub dial_scope: Scope,
+    /// Pause between heartbeats to every peer. Default 300 ms; three missed make a peer suspect.
+    pub heartbeat: Duration,
+    /// Silence after which a peer is dead and cut off. Default 3 s; larger finds a dead one later,
+    /// smaller takes a slow path for one.
+    pub dead_after: Duration,
 }
+
+/// Default pause between heartbeats.
+pub const HEARTBEAT: Duration = Duration::from_millis(300);
+
+/// Default silence after which a peer is dead.
+pub const DEAD_AFTER: Duration = Duration::from_secs(3);
 
 /// Sessions that a stage holds at once by default.
 pub const MAX_SESSIONS: u32 = 16;
@@ -52,7 +66,7 @@ pub struct CoordinatorSettings {
     /// Default yes; only there to measure what that saves. Without it, a stage learns of a new epoch
     /// by the frame that opens it, and has computed what was in front of that one.
     pub cancel_out_of_band: bool,
-    /// Pause between heartbeats to a stage. Default 500 ms.
+    /// Pause between heartbeats to a stage. Default 300 ms; three missed make a stage suspect.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
     pub dead_after: Duration,
@@ -75,8 +89,8 @@ impl Default for CoordinatorSettings {
             reply_deadline: Duration::from_secs(20),
             prefill_deadline: Duration::from_secs(120),
             cancel_out_of_band: true,
-            heartbeat: Duration::from_millis(500),
-            dead_after: Duration::from_secs(3),
+            heartbeat: HEARTBEAT,
+            dead_after: DEAD_AFTER,
             probe_every: Duration::from_secs(2),
             ready_for: Duration::from_secs(10),
         }

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::api;
 use crate::cli::console::{self, Failure};
+use crate::cli::seconds;
 use crate::cli::stage::stop_on_signal;
 use crate::config::{Admit, CoordinatorSettings};
 use crate::coordinator::handle::Coordinator;
@@ -79,13 +80,6 @@ pub struct CoordinatorArgs {
 /// Runs the command.
 pub fn run(args: &CoordinatorArgs) -> ExitCode {
     console::exit(serve(args))
-}
-
-fn seconds(flag: &'static str, value: f64) -> Result<Duration, Failure> {
-    if !(0.1..=86_400.0).contains(&value) {
-        return Err(Failure::new("config", format!("{flag} {value}: expected 0.1 to 86400 seconds")));
-    }
-    Ok(Duration::from_secs_f64(value))
 }
 
 fn count(flag: &'static str, value: u32, least: u32, most: u32) -> Result<u32, Failure> {

@@ -14,7 +14,8 @@ use tokio::sync::{mpsc, watch};
 
 use crate::cli::console::{self, Failure, Signals};
 use crate::cli::memory;
-use crate::config::{MAX_SESSIONS, StageSettings};
+use crate::cli::seconds;
+use crate::config::{DEAD_AFTER, HEARTBEAT, MAX_SESSIONS, StageSettings};
 use crate::engine::Engine;
 use crate::engine::cpu::{BuildError, CpuEngine, CpuSettings, Need, THREADS_MAX};
 use crate::ids::{LayerRange, WireEncoding};
@@ -25,6 +26,7 @@ use crate::proto::codec::{ADDRESSES_MAX, SESSIONS_MAX};
 use crate::transport::identity;
 use crate::transport::quic::{QuicLink, QuicSettings};
 use crate::transport::redial::peer_of;
+use crate::transport::scope::Scope;
 
 /// Events that wait to be printed.
 const EVENTS_MAX: usize = 256;
@@ -45,6 +47,13 @@ pub struct StageArgs {
     /// proxy; more than one may be given
     #[arg(long, value_name = "MULTIADDR")]
     pub announce: Vec<Multiaddr>,
+    /// Which addresses of neighbours to dial: public ones only, private ones too, or loopback too;
+    /// default: as near as the addresses given here
+    #[arg(long, value_name = "public|private|loopback")]
+    pub dial_scope: Option<Scope>,
+    /// Seconds of silence after which a peer counts as dead
+    #[arg(long, value_name = "SECONDS", default_value_t = DEAD_AFTER.as_secs_f64())]
+    pub dead_after: f64,
     /// Coordinator to dial and offer this stage to; ends in /p2p/PEERID, and only that peer is obeyed
     #[arg(long, value_name = "MULTIADDR")]
     pub coordinator: Option<Multiaddr>,
@@ -201,6 +210,11 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         obey,
         max_sessions: args.max_sessions,
         encodings: args.wire.clone(),
+        dial_scope: args
+            .dial_scope
+            .unwrap_or_else(|| Scope::shown_by(args.listen.iter().chain(&args.announce).chain(&args.coordinator))),
+        heartbeat: HEARTBEAT,
+        dead_after: seconds("--dead-after", args.dead_after)?,
         announce,
     };
     let digest = checkpoint.digest();

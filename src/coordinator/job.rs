@@ -264,6 +264,9 @@ pub struct MemberStatus {
     pub in_ring: bool,
     /// Whether it answers.
     pub alive: bool,
+    /// Round trip of the coordinator's heartbeats to it, in microseconds; `None` before the first
+    /// answer.
+    pub rtt_us: Option<u64>,
     /// Median time of a single-position pass, in microseconds.
     pub service_us: u64,
     /// Engine passes since start.
@@ -272,6 +275,19 @@ pub struct MemberStatus {
     pub draft_block: u32,
     /// Sessions that it held when it last reported.
     pub sessions: u32,
+}
+
+/// A hop of the ring, for `/ring`, as its sender measured it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct HopStatus {
+    /// Who sends.
+    pub from: String,
+    /// Who receives.
+    pub to: String,
+    /// Smoothed round trip of heartbeats, in microseconds; `None` before the first answer.
+    pub rtt_us: Option<u64>,
+    /// Smoothed distance of single round trips from it, in microseconds.
+    pub jitter_us: Option<u64>,
 }
 
 /// The ring, for `/ring`.
@@ -289,6 +305,9 @@ pub struct RingStatus {
     pub last_round_ms: Option<u64>,
     /// Members in ring order, then those outside.
     pub members: Vec<MemberStatus>,
+    /// Hops in the order of a frame's way: coordinator to head, stage to stage, tail to coordinator;
+    /// empty unless whole.
+    pub hops: Vec<HopStatus>,
     /// Open sessions.
     pub sessions: u32,
     /// Frames in flight over all sessions.

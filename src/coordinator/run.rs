@@ -15,19 +15,17 @@ use tokio::sync::{mpsc, watch};
 use crate::clock;
 use crate::config::{Admit, CoordinatorSettings};
 use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
-use crate::coordinator::job::{JobError, MemberStatus, ModelFacts, RingStatus};
+use crate::coordinator::job::{HopStatus, JobError, MemberStatus, ModelFacts, RingStatus};
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
 use crate::ids::{Node, SessionId, View};
 use crate::proto::codec::{self, Data};
 use crate::proto::control::{Control, Hello, Role};
 use crate::proto::greeter::{Greeter, Greeting};
-use crate::proto::liveness::{Liveness, LivenessConfig, LivenessOutput};
+use crate::proto::heartbeats::Heartbeats;
+use crate::proto::liveness::{LivenessConfig, LivenessOutput, RoundTrip};
 use crate::transport::redial::{Redial, peer_of};
 use crate::transport::{Lane, Link, LinkError, LinkEvent, LinkEvents};
-
-/// Heartbeats missed before a stage is suspected.
-const SUSPECT_MISSES: u32 = 3;
 
 /// Pause between reports that the loop asks of every stage.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
@@ -72,6 +70,7 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
             coordinator: parts.link.local().to_string(),
             view: View(0),
             ready: false,
+            hops: Vec::new(),
             missing: Some("starting".to_owned()),
             last_round_ms: None,
             members: Vec::new(),
@@ -98,7 +97,11 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
     let mut shell = Shell {
         greeter: Greeter::new(Hello::ours(Role::Coordinator, parts.shape.digest)),
         ring: Ring::new(parts.shape.layers),
-        liveness: BTreeMap::new(),
+        heartbeats: Heartbeats::new(LivenessConfig {
+            interval: settings.heartbeat,
+            dead_after: settings.dead_after,
+            ..LivenessConfig::default()
+        }),
         redials: settings.stages.iter().filter_map(|address| Redial::new(address.clone(), now)).collect(),
         sessions: BTreeMap::new(),
         failed_dials,
@@ -120,7 +123,7 @@ pub(super) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(super) ring: Ring,
-    pub(super) liveness: BTreeMap<Node, Liveness>,
+    pub(super) heartbeats: Heartbeats,
     redials: Vec<Redial>,
     pub(super) sessions: BTreeMap<SessionId, Session>,
     failed_dials: mpsc::Sender<(PeerId, LinkError)>,
@@ -155,6 +158,7 @@ impl Shell {
                 () = tokio::time::sleep_until(timer.into()) => self.handle_timeout(),
                 _ = stop.wait_for(|stop| *stop) => break,
             }
+            self.drain_heartbeats();
             self.drain_ring();
         }
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
@@ -164,10 +168,14 @@ impl Shell {
     }
 
     fn poll_timeout(&self) -> Instant {
-        let machines = [self.greeter.poll_timeout(), self.ring.poll_timeout(), self.sessions_timeout()];
-        let liveness = self.liveness.values().filter_map(|liveness| liveness.poll_timeout().map(|(at, _)| at));
+        let machines = [
+            self.greeter.poll_timeout(),
+            self.ring.poll_timeout(),
+            self.heartbeats.poll_timeout(),
+            self.sessions_timeout(),
+        ];
         let redials = self.redials.iter().filter_map(Redial::poll_timeout);
-        let timers = machines.into_iter().flatten().chain(liveness).chain(redials);
+        let timers = machines.into_iter().flatten().chain(redials);
         timers.chain([self.report_at, self.probe_at]).min().unwrap_or(self.report_at)
     }
 
@@ -178,7 +186,7 @@ impl Shell {
         }
         self.ring.handle_timeout(now);
         self.dial(now);
-        self.handle_liveness(now);
+        self.heartbeats.handle_timeout(now);
         self.handle_sessions_timeout(now);
         if self.report_at <= now {
             self.report_at = now + REPORT_EVERY;
@@ -217,27 +225,19 @@ impl Shell {
         }
     }
 
-    fn handle_liveness(&mut self, now: Instant) {
-        let mut dead = Vec::new();
-        let mut beats = Vec::new();
-        for (peer, liveness) in &mut self.liveness {
-            liveness.handle_timeout(now);
-            while let Some(output) = liveness.poll_output() {
-                match output {
-                    LivenessOutput::SendHeartbeat { seq } => beats.push((*peer, seq)),
-                    LivenessOutput::Suspect { .. } => self.ring.handle_suspect(*peer, true),
-                    LivenessOutput::Alive => self.ring.handle_suspect(*peer, false),
-                    LivenessOutput::Dead { silent_for } => dead.push((*peer, silent_for)),
+    /// Sends what is due, and gives up who is dead.
+    fn drain_heartbeats(&mut self) {
+        while let Some((peer, output)) = self.heartbeats.poll_output() {
+            match output {
+                LivenessOutput::SendHeartbeat { seq } => self.send(peer, &Control::Heartbeat { seq }),
+                LivenessOutput::Suspect { .. } => self.ring.handle_suspect(peer, true),
+                LivenessOutput::Alive => self.ring.handle_suspect(peer, false),
+                LivenessOutput::Dead { silent_for } => {
+                    let why = format!("no sign of life for {} ms", silent_for.as_millis());
+                    self.link.disconnect(peer, &why);
+                    self.handle_gone(peer, &why);
                 }
             }
-        }
-        for (peer, seq) in beats {
-            self.send(peer, &Control::Heartbeat { seq });
-        }
-        for (peer, silent_for) in dead {
-            let why = format!("no sign of life for {} ms", silent_for.as_millis());
-            self.link.disconnect(peer, &why);
-            self.handle_gone(peer, &why);
         }
     }
 
@@ -249,9 +249,7 @@ impl Shell {
             }
             LinkEvent::Disconnected { peer, reason } => self.handle_gone(peer, &reason),
             LinkEvent::Received { peer, lane, body } => {
-                if let Some(liveness) = self.liveness.get_mut(&peer) {
-                    liveness.handle_heard(clock::now());
-                }
+                self.heartbeats.handle_heard(peer, clock::now());
                 match lane {
                     Lane::Control => self.handle_control(peer, &body),
                     Lane::Data => self.handle_data(peer, body),
@@ -262,7 +260,7 @@ impl Shell {
 
     fn handle_gone(&mut self, peer: Node, reason: &str) {
         self.greeter.handle_disconnected(peer);
-        if self.liveness.remove(&peer).is_some() {
+        if self.heartbeats.remove(peer) {
             tracing::warn!(%peer, reason, "a stage is gone");
         }
         self.ring.handle_gone(peer, reason, clock::now());
@@ -295,12 +293,7 @@ impl Shell {
         };
         match hello.role {
             Role::Stage if admitted => {
-                let config = LivenessConfig {
-                    interval: self.settings.heartbeat,
-                    suspect_misses: SUSPECT_MISSES,
-                    dead_after: self.settings.dead_after,
-                };
-                self.liveness.insert(peer, Liveness::new(config, clock::now()));
+                self.heartbeats.add(peer, clock::now());
             }
             Role::Stage => {
                 let ours = self.link.local();
@@ -317,13 +310,9 @@ impl Shell {
         let now = clock::now();
         match message {
             Control::Heartbeat { seq } => self.send(peer, &Control::HeartbeatAck { seq }),
-            Control::HeartbeatAck { seq } => {
-                if let Some(liveness) = self.liveness.get_mut(&peer) {
-                    liveness.handle_ack(seq, now);
-                }
-            }
+            Control::HeartbeatAck { seq } => self.heartbeats.handle_ack(peer, seq, now),
             Control::Offer(offer) => {
-                if !self.liveness.contains_key(&peer) {
+                if !self.heartbeats.contains(peer) {
                     return;
                 }
                 tracing::info!(%peer, range = %offer.range, device = %offer.device, "a stage offers itself");
@@ -432,8 +421,40 @@ impl Shell {
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.view = self.ring.view();
         status.missing = self.ring.missing();
-        status.members = whole.iter().map(|member| member_status(member, true)).collect();
-        status.members.extend(outside.map(|member| member_status(member, false)));
+        status.members = whole.iter().map(|member| self.member_status(member, true)).collect();
+        status.members.extend(outside.map(|member| self.member_status(member, false)));
+        status.hops = self.hops(&whole);
+    }
+
+    /// The hops of the ring in the order of a frame's way, each as its sender measured it.
+    fn hops(&self, whole: &[&Member]) -> Vec<HopStatus> {
+        let Some(head) = whole.first() else { return Vec::new() };
+        let ours = self.link.local();
+        let first = hop_status(ours, head.peer, self.heartbeats.rtt(head.peer));
+        let reported = whole.iter().filter_map(|member| {
+            let hop = member.report.as_ref()?.hop.as_ref()?;
+            Some(hop_status(member.peer, hop.to, hop.rtt))
+        });
+        std::iter::once(first).chain(reported).collect()
+    }
+
+    fn member_status(&self, member: &Member, in_ring: bool) -> MemberStatus {
+        let report = member.report.as_ref();
+        let local = member.offer.addresses.iter().any(|address| address.contains("/127.0.0.1/"));
+        let rtt = self.heartbeats.rtt(member.peer);
+        MemberStatus {
+            peer: member.peer.to_string(),
+            range: member.offer.range.to_string(),
+            device: member.offer.device.clone(),
+            pid: local.then_some(member.offer.pid),
+            in_ring,
+            alive: !member.suspect,
+            rtt_us: rtt.map(|rtt| micros(rtt.mean)),
+            service_us: report.map_or(0, |report| report.service_us),
+            passes: report.map_or(0, |report| report.passes),
+            draft_block: member.offer.draft_block,
+            sessions: report.map_or(0, |report| u32::try_from(report.sessions.len()).unwrap_or(u32::MAX)),
+        }
     }
 
     /// A token went round.
@@ -447,19 +468,15 @@ impl Shell {
     }
 }
 
-fn member_status(member: &Member, in_ring: bool) -> MemberStatus {
-    let report = member.report.as_ref();
-    let local = member.offer.addresses.iter().any(|address| address.contains("/127.0.0.1/"));
-    MemberStatus {
-        peer: member.peer.to_string(),
-        range: member.offer.range.to_string(),
-        device: member.offer.device.clone(),
-        pid: local.then_some(member.offer.pid),
-        in_ring,
-        alive: !member.suspect,
-        service_us: report.map_or(0, |report| report.service_us),
-        passes: report.map_or(0, |report| report.passes),
-        draft_block: member.offer.draft_block,
-        sessions: report.map_or(0, |report| u32::try_from(report.sessions.len()).unwrap_or(u32::MAX)),
+fn hop_status(from: Node, to: Node, rtt: Option<RoundTrip>) -> HopStatus {
+    HopStatus {
+        from: from.to_string(),
+        to: to.to_string(),
+        rtt_us: rtt.map(|rtt| micros(rtt.mean)),
+        jitter_us: rtt.map(|rtt| micros(rtt.jitter)),
     }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

@@ -118,7 +118,7 @@ impl Counters {
         }
     }
 
-    /// Everything, for a probe.
+    /// Everything that is counted, for a probe.
     #[must_use]
     pub fn report(&self, view: View) -> StageReport {
         let sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,6 +130,7 @@ impl Counters {
             service_us: self.service_us(),
             queued: self.queued.load(Ordering::Relaxed),
             loaded_bytes: self.loaded_bytes.load(Ordering::Relaxed),
+            hop: None,
         }
     }
 

@@ -1,7 +1,9 @@
 //! Whom a stage obeys and which view it is in: pure.
 //!
 //! Owns the view (which never falls), the coordinator obeyed, and the two neighbours that the view
-//! names. Frames are accepted in the current view from the named predecessor only.
+//! names. Frames are accepted in the current view from the named predecessor only. A hop that dies
+//! while nothing is on it is mended in place: this side dials its successor anew, and waits for its
+//! predecessor to do the same; only what can't be mended is the coordinator's to know.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -10,10 +12,17 @@ use libp2p::PeerId;
 
 use crate::ids::{Node, View};
 use crate::proto::control::{Control, Join, Role};
+use crate::proto::heartbeats::ASIDE;
 
 /// How long a connected successor may take to answer a heartbeat before it is dialled anew: it may
 /// have died without a word, or restarted.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
+
+/// How long a hop that died while idle may take to be mended.
+pub const MEND_DEADLINE: Duration = Duration::from_secs(4);
+
+/// Pause before a dial of a mend is tried again.
+const MEND_PAUSE: Duration = Duration::from_millis(200);
 
 /// Whom a stage lets coordinate it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,6 +95,11 @@ pub enum Output {
     },
     /// Frees every session and takes this route (`None`: outside any ring).
     Route(Option<Route>),
+    /// A hop that had died while idle stands again.
+    Mended {
+        /// To or from whom.
+        peer: Node,
+    },
 }
 
 #[derive(Debug)]
@@ -96,6 +110,18 @@ struct Joining {
     until: Option<Instant>,
 }
 
+/// A hop that died while idle.
+#[derive(Debug)]
+struct Mend {
+    peer: Node,
+    /// Why it died.
+    reason: String,
+    /// Until when it is hoped for.
+    until: Instant,
+    /// When the successor is dialled again.
+    dial_at: Option<Instant>,
+}
+
 /// A stage's place.
 #[derive(Debug)]
 pub struct Membership {
@@ -104,6 +130,10 @@ pub struct Membership {
     greeted: BTreeSet<Node>,
     route: Option<Route>,
     joining: Option<Joining>,
+    /// Addresses of the successor in `route`.
+    successor_at: Vec<String>,
+    /// The neighbours in `route` that are not connected, one at most for each side.
+    mends: Vec<Mend>,
     outputs: VecDeque<Output>,
 }
 
@@ -111,7 +141,16 @@ impl Membership {
     /// A stage outside any ring.
     #[must_use]
     pub fn new(obey: Obey) -> Self {
-        Self { obey, view: View(0), greeted: BTreeSet::new(), route: None, joining: None, outputs: VecDeque::new() }
+        Self {
+            obey,
+            view: View(0),
+            greeted: BTreeSet::new(),
+            route: None,
+            joining: None,
+            successor_at: Vec::new(),
+            mends: Vec::new(),
+            outputs: VecDeque::new(),
+        }
     }
 
     /// The highest view obeyed.
@@ -158,11 +197,22 @@ impl Membership {
     /// When to call [`Membership::handle_timeout`].
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
-        self.joining.as_ref().and_then(|joining| joining.until)
+        let joining = self.joining.as_ref().and_then(|joining| joining.until);
+        self.mends.iter().flat_map(|mend| [Some(mend.until), mend.dial_at]).chain([joining]).flatten().min()
     }
 
-    /// Time has come: a successor that is connected and does not answer is dialled anew.
+    /// Time has come: a successor that is connected and does not answer is dialled anew, as is one
+    /// to which the hop died; a neighbour that did not come back is lost.
     pub fn handle_timeout(&mut self, now: Instant) {
+        for mend in &mut self.mends {
+            if mend.dial_at.take_if(|at| *at <= now).is_some() {
+                self.outputs.push_back(Output::Dial { peer: mend.peer, addresses: self.successor_at.clone() });
+            }
+        }
+        for mend in self.mends.extract_if(.., |mend| mend.until <= now).collect::<Vec<_>>() {
+            let waited = MEND_DEADLINE.as_millis();
+            self.lost(mend.peer, &format!("{}; the hop was not mended in {waited} ms", mend.reason));
+        }
         let Some(joining) = &mut self.joining else { return };
         let (Some(peer), Some(until)) = (joining.route.successor, joining.until) else { return };
         if until > now {
@@ -191,18 +241,22 @@ impl Membership {
         if self.joining.as_ref().is_some_and(|joining| joining.route.successor == Some(peer)) {
             self.ask_successor(now);
         }
+        if self.mends.extract_if(.., |mend| mend.peer == peer).count() > 0 {
+            self.outputs.push_back(Output::Mended { peer });
+        }
     }
 
     /// A peer answered a heartbeat.
     pub fn handle_ack(&mut self, peer: Node, seq: u64) {
-        let answers = |joining: &mut Joining| joining.route.successor == Some(peer) && joining.route.view.0 == seq;
+        let answers =
+            |joining: &mut Joining| joining.route.successor == Some(peer) && join_seq(joining.route.view) == seq;
         if let Some(joining) = self.joining.take_if(answers) {
-            self.joined(joining.route);
+            self.joined(joining.route, joining.addresses);
         }
     }
 
-    /// A greeted peer is gone.
-    pub fn handle_gone(&mut self, peer: Node, reason: &str) {
+    /// A greeted peer is gone; `idle`: no session is open, so nothing was on the way.
+    pub fn handle_gone(&mut self, peer: Node, reason: &str, idle: bool, now: Instant) {
         self.greeted.remove(&peer);
         if self.joining.as_ref().is_some_and(|joining| joining.route.coordinator == peer) {
             self.joining = None;
@@ -211,10 +265,28 @@ impl Membership {
         if route.coordinator == peer {
             self.route = None;
             self.outputs.push_back(Output::Route(None));
-        } else if route.predecessor == peer || route.successor == Some(peer) {
-            let message = Control::NeighbourLost { view: route.view, peer, reason: reason.to_owned() };
-            self.outputs.push_back(Output::Send { to: route.coordinator, message });
+            self.mends.clear();
+        } else if route.successor == Some(peer) && !idle {
+            self.mends.retain(|mend| mend.peer != peer);
+            self.lost(peer, reason);
+        } else if (route.successor == Some(peer) || route.predecessor == peer) && !self.mends(peer) {
+            // What a predecessor had on the way is its own to tell, so it is waited for in any case.
+            let dial_at = (route.successor == Some(peer)).then_some(now);
+            self.mends.push(Mend { peer, reason: reason.to_owned(), until: now + MEND_DEADLINE, dial_at });
+            self.handle_timeout(now);
         }
+    }
+
+    /// Whether the hop to or from this neighbour is being mended.
+    #[must_use]
+    pub fn mends(&self, peer: Node) -> bool {
+        self.mends.iter().any(|mend| mend.peer == peer)
+    }
+
+    fn lost(&mut self, peer: Node, reason: &str) {
+        let Some(route) = self.route else { return };
+        let message = Control::NeighbourLost { view: route.view, peer, reason: reason.to_owned() };
+        self.outputs.push_back(Output::Send { to: route.coordinator, message });
     }
 
     /// A join came.
@@ -236,6 +308,7 @@ impl Membership {
         }
         self.view = join.view;
         self.route = None;
+        self.mends.clear();
         self.outputs.push_back(Output::Route(None));
         let route = Route {
             view: join.view,
@@ -245,7 +318,7 @@ impl Membership {
         };
         let Some(successor) = &join.successor else {
             self.joining = None;
-            return self.joined(route);
+            return self.joined(route, Vec::new());
         };
         self.joining = Some(Joining { route, addresses: successor.addresses.clone(), until: None });
         if self.greeted.contains(&successor.peer) {
@@ -260,12 +333,15 @@ impl Membership {
         let Some(joining) = &mut self.joining else { return };
         let Some(to) = joining.route.successor else { return };
         joining.until = Some(now + ANSWER_DEADLINE);
-        let message = Control::Heartbeat { seq: joining.route.view.0 };
+        let message = Control::Heartbeat { seq: join_seq(joining.route.view) };
         self.outputs.push_back(Output::Send { to, message });
     }
 
     /// The successor can't be reached.
-    pub fn handle_dial_failed(&mut self, peer: Node, reason: &str) {
+    pub fn handle_dial_failed(&mut self, peer: Node, reason: &str, now: Instant) {
+        for mend in self.mends.iter_mut().filter(|mend| mend.peer == peer) {
+            mend.dial_at = Some(now + MEND_PAUSE);
+        }
         let Some(joining) = self.joining.take_if(|joining| joining.route.successor == Some(peer)) else { return };
         self.refuse_join(joining.route.coordinator, joining.route.view, format!("successor {peer}: {reason}"));
     }
@@ -275,149 +351,19 @@ impl Membership {
         self.outputs.push_back(Output::Send { to, message });
     }
 
-    fn joined(&mut self, route: Route) {
+    fn joined(&mut self, route: Route, successor_at: Vec<String>) {
         self.route = Some(route);
+        self.successor_at = successor_at;
         self.outputs.push_back(Output::Route(Some(route)));
         let message = Control::Joined { view: route.view };
         self.outputs.push_back(Output::Send { to: route.coordinator, message });
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::clock::now;
-    use crate::proto::control::Neighbour;
-
-    fn drain(membership: &mut Membership) -> Vec<Output> {
-        std::iter::from_fn(|| membership.poll_output()).collect()
-    }
-
-    fn join(view: u64, successor: Option<Node>) -> Join {
-        let successor = successor.map(|peer| Neighbour { peer, addresses: vec!["/memory/1".to_owned()] });
-        Join { view: View(view), predecessor: None, successor }
-    }
-
-    fn obeying(peer: Node) -> Membership {
-        let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer.peer])));
-        membership.handle_greeted(peer, Role::Coordinator, now());
-        assert_eq!(drain(&mut membership), [Output::Offer { to: peer }]);
-        membership
-    }
-
-    #[test]
-    fn a_join_is_done_when_the_successor_has_answered() {
-        let (coordinator, successor) = (Node::random(), Node::random());
-        let mut membership = obeying(coordinator);
-        membership.handle_join(coordinator, &join(3, Some(successor)), now());
-        let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
-        assert_eq!(drain(&mut membership), [Output::Route(None), dial]);
-        assert!(!membership.accepts(coordinator, View(3)), "frames wait for the join");
-        membership.handle_greeted(successor, Role::Stage, now());
-        let ask = Output::Send { to: successor, message: Control::Heartbeat { seq: 3 } };
-        assert_eq!(drain(&mut membership), [ask]);
-        membership.handle_ack(coordinator, 3);
-        membership.handle_ack(successor, 2);
-        assert_eq!(drain(&mut membership), [], "only the successor's answer to this view's heartbeat counts");
-        membership.handle_ack(successor, 3);
-        let route = Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
-        let joined = Output::Send { to: coordinator, message: Control::Joined { view: View(3) } };
-        assert_eq!(drain(&mut membership), [Output::Route(Some(route)), joined]);
-        assert!(membership.accepts(coordinator, View(3)));
-        assert!(!membership.accepts(successor, View(3)), "only the predecessor sends frames");
-        assert!(!membership.accepts(coordinator, View(2)), "an older view is refused");
-    }
-
-    #[test]
-    fn the_view_never_falls() {
-        let coordinator = Node::random();
-        let mut membership = obeying(coordinator);
-        membership.handle_join(coordinator, &join(3, None), now());
-        drain(&mut membership);
-        for view in [0, 2, 3] {
-            membership.handle_join(coordinator, &join(view, None), now());
-            let outputs = drain(&mut membership);
-            assert!(
-                matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { current: View(3), .. }, .. }]),
-                "{outputs:?}"
-            );
-        }
-        assert_eq!(membership.view(), View(3));
-    }
-
-    #[test]
-    fn nobody_else_is_obeyed() {
-        let (coordinator, other) = (Node::random(), Node::random());
-        let mut membership = obeying(coordinator);
-        membership.handle_greeted(other, Role::Coordinator, now());
-        assert!(matches!(&drain(&mut membership)[..], [Output::Refuse { peer, .. }] if *peer == other));
-        membership.handle_join(other, &join(9, None), now());
-        let outputs = drain(&mut membership);
-        assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { .. }, .. }]));
-        assert_eq!(membership.view(), View(0));
-    }
-
-    #[test]
-    fn a_lost_neighbour_is_reported_and_a_lost_coordinator_ends_the_view() {
-        let (coordinator, successor) = (Node::random(), Node::random());
-        let mut membership = obeying(coordinator);
-        membership.handle_greeted(successor, Role::Stage, now());
-        membership.handle_join(coordinator, &join(1, Some(successor)), now());
-        membership.handle_ack(successor, 1);
-        drain(&mut membership);
-        membership.handle_gone(successor, "reset");
-        let lost = Control::NeighbourLost { view: View(1), peer: successor, reason: "reset".to_owned() };
-        assert_eq!(drain(&mut membership), [Output::Send { to: coordinator, message: lost }]);
-        membership.handle_gone(coordinator, "reset");
-        assert_eq!(drain(&mut membership), [Output::Route(None)]);
-        assert!(!membership.obeys(coordinator));
-    }
-
-    #[test]
-    fn an_unreachable_successor_refuses_the_join() {
-        let (coordinator, successor) = (Node::random(), Node::random());
-        let mut membership = obeying(coordinator);
-        membership.handle_join(coordinator, &join(1, Some(successor)), now());
-        drain(&mut membership);
-        membership.handle_dial_failed(successor, "no route");
-        let outputs = drain(&mut membership);
-        assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { view: View(1), .. }, .. }]));
-        membership.handle_greeted(successor, Role::Stage, now());
-        assert_eq!(drain(&mut membership), []);
-    }
-
-    #[test]
-    fn a_successor_that_died_without_a_word_is_dialled_anew() {
-        let (coordinator, successor) = (Node::random(), Node::random());
-        let mut membership = obeying(coordinator);
-        membership.handle_greeted(successor, Role::Stage, now());
-        membership.handle_join(coordinator, &join(1, Some(successor)), now());
-        drain(&mut membership);
-        let at = membership.poll_timeout().unwrap();
-        membership.handle_timeout(at);
-        let outputs = drain(&mut membership);
-        assert!(
-            matches!(&outputs[..], [Output::Disconnect { peer, .. }, Output::Dial { .. }] if *peer == successor),
-            "{outputs:?}"
-        );
-        assert_eq!(membership.poll_timeout(), None);
-        membership.handle_greeted(successor, Role::Stage, now());
-        membership.handle_ack(successor, 1);
-        assert_eq!(membership.route().map(|route| route.view), Some(View(1)));
-    }
-
-    #[test]
-    fn a_coordinator_that_is_left_is_told_so() {
-        let (first, second) = (Node::random(), Node::random());
-        let mut membership = Membership::new(Obey::Anyone);
-        membership.handle_greeted(first, Role::Coordinator, now());
-        membership.handle_join(first, &join(1, None), now());
-        drain(&mut membership);
-        membership.handle_join(second, &join(2, None), now());
-        let told = drain(&mut membership).into_iter().next();
-        let Some(Output::Send { to, message: Control::JoinRefused { view, current, .. } }) = told else {
-            panic!("{told:?}")
-        };
-        assert_eq!((to, view, current), (first, View(1), View(2)));
-    }
+/// The heartbeat whose answer proves that a successor hears this view's messages.
+fn join_seq(view: View) -> u64 {
+    ASIDE | view.0
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,13 +1,16 @@
 //! One stage: holds a layer range and serves the sessions of the ring it joined.
 //!
-//! Two owners. The shell ([`serve`]) is async and never computes: it greets peers, obeys one
-//! coordinator, answers heartbeats and probes at once, and hands frames on. The worker
+//! Two owners. The shell (`shell.rs`, started by [`serve`]) is async and never computes: it
+//! greets peers, obeys one coordinator, answers heartbeats and probes at once, and hands frames on. The worker
 //! ([`worker`]) is a thread that owns the engine and every session ([`session`], at the tail with
 //! [`tail`]): it fences, computes and forwards. They share only counters ([`counters`]).
 
 pub mod counters;
+mod dial;
+pub mod leave;
 pub mod membership;
 pub mod serve;
 pub mod session;
+mod shell;
 pub mod tail;
 pub mod worker;

@@ -20,7 +20,7 @@ use crate::engine::wire::Wire;
 use crate::engine::{Chunk, Engine, Output};
 use crate::ids::{Epoch, Node, SessionId};
 use crate::node::counters::Counters;
-use crate::node::membership::Route;
+use crate::node::membership::{MEND_DEADLINE, Route};
 use crate::node::session::{Session, Work};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, SessionReport};
@@ -36,6 +36,9 @@ const EARLY_FRAMES_MAX: usize = 64;
 
 /// How long such a frame is kept.
 const EARLY_FRAME_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Pause between looks at whether a hop is mended.
+const MEND_LOOK: Duration = Duration::from_millis(5);
 
 /// What the shell tells the worker.
 #[derive(Debug)]
@@ -327,16 +330,34 @@ impl Worker {
         if !self.take_in(inputs) {
             return false;
         }
-        let (Some(session), Some(route)) = (self.sessions.get_mut(&id), self.route) else { return true };
+        let Some(session) = self.sessions.get_mut(&id) else { return true };
+        let alive = work.heads.iter().map(|head| session.handle_computed(head));
+        let bodies: Vec<Bytes> = alive.zip(results).filter(|(alive, _)| *alive).map(|(_, body)| body).collect();
+        self.forward(bodies, inputs)
+    }
+
+    /// Sends bodies to the next hop; `false` to end. While the hop is being mended they wait for it:
+    /// it died idle, so they are the first on it.
+    fn forward(&mut self, bodies: Vec<Bytes>, inputs: &Receiver<Input>) -> bool {
+        let Some(route) = self.route else { return true };
         let to = route.successor.unwrap_or(route.coordinator);
-        let mut lost = None;
-        for (head, body) in work.heads.iter().zip(results) {
-            if session.handle_computed(head) && lost.is_none() {
-                lost = send(&self.parts, to, Lane::Data, body).err();
+        let until = clock::now() + MEND_DEADLINE;
+        for body in bodies {
+            let mut sent = send(&self.parts, to, Lane::Data, body.clone());
+            while matches!(sent, Err(LinkError::NotConnected { .. })) && clock::now() < until {
+                std::thread::sleep(MEND_LOOK);
+                if !self.take_in(inputs) {
+                    return false;
+                }
+                if self.route != Some(route) {
+                    return true;
+                }
+                sent = send(&self.parts, to, Lane::Data, body.clone());
             }
-        }
-        if let Some(error) = lost {
-            self.tell(Control::NeighbourLost { view: route.view, peer: to, reason: error.to_string() });
+            if let Err(error) = sent {
+                self.tell(Control::NeighbourLost { view: route.view, peer: to, reason: error.to_string() });
+                break;
+            }
         }
         true
     }

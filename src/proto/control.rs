@@ -5,9 +5,10 @@
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, View, WireEncoding};
+use crate::proto::liveness::RoundTrip;
 
 /// Version of everything in [`crate::proto`]; peers of other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// First message on every connection, from both sides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,6 +160,17 @@ pub struct StageReport {
     pub queued: u32,
     /// Weight tensors loaded since start, in bytes.
     pub loaded_bytes: u64,
+    /// The hop that it sends on; `None` outside a ring.
+    pub hop: Option<HopReport>,
+}
+
+/// A hop, as its sender measured it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopReport {
+    /// The next stage; for the tail, the coordinator.
+    pub to: Node,
+    /// From heartbeats; `None` before the first answer.
+    pub rtt: Option<RoundTrip>,
 }
 
 /// Everything that is said on the control lane.

@@ -7,6 +7,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 /// Heartbeats whose answer is still awaited, at most; older ones no longer measure a round trip.
 const UNANSWERED_MAX: usize = 16;
 
@@ -22,9 +24,9 @@ pub struct LivenessConfig {
 }
 
 impl Default for LivenessConfig {
-    /// Every 500 ms, suspected after 3 of them, dead after 5 s.
+    /// Every 300 ms, suspected after 3 of them, dead after 3 s.
     fn default() -> Self {
-        Self { interval: Duration::from_millis(500), suspect_misses: 3, dead_after: Duration::from_secs(5) }
+        Self { interval: Duration::from_millis(300), suspect_misses: 3, dead_after: Duration::from_secs(3) }
     }
 }
 
@@ -72,6 +74,23 @@ pub enum Standing {
     Dead,
 }
 
+/// What heartbeats measured of the way to a peer and back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoundTrip {
+    /// Smoothed time of a round trip.
+    pub mean: Duration,
+    /// Smoothed distance of single round trips from the mean.
+    pub jitter: Duration,
+}
+
+impl RoundTrip {
+    /// The estimate after one more sample, with the weights of RFC 6298.
+    fn with(before: Option<Self>, sample: Duration) -> Self {
+        let Some(Self { mean, jitter }) = before else { return Self { mean: sample, jitter: sample / 2 } };
+        Self { mean: (mean * 7 + sample) / 8, jitter: (jitter * 3 + mean.abs_diff(sample)) / 4 }
+    }
+}
+
 /// One peer's heartbeat machine.
 #[derive(Debug, Clone)]
 pub struct Liveness {
@@ -81,7 +100,7 @@ pub struct Liveness {
     next_beat: Instant,
     next_seq: u64,
     unanswered: VecDeque<(u64, Instant)>,
-    rtt: Option<Duration>,
+    rtt: Option<RoundTrip>,
     outputs: VecDeque<LivenessOutput>,
 }
 
@@ -121,8 +140,7 @@ impl Liveness {
         let (_, sent_at) = self.unanswered[at];
         self.unanswered.drain(..=at);
         let sample = now.saturating_duration_since(sent_at);
-        // The smoothing of RFC 6298: an eighth of every new sample.
-        self.rtt = Some(self.rtt.map_or(sample, |rtt| (rtt * 7 + sample) / 8));
+        self.rtt = Some(RoundTrip::with(self.rtt, sample));
     }
 
     /// Takes in that time has passed.
@@ -178,9 +196,9 @@ impl Liveness {
         self.standing
     }
 
-    /// Smoothed round trip of heartbeats; `None` before the first answer.
+    /// What the answers measured; `None` before the first.
     #[must_use]
-    pub fn rtt(&self) -> Option<Duration> {
+    pub fn rtt(&self) -> Option<RoundTrip> {
         self.rtt
     }
 
@@ -269,12 +287,13 @@ mod tests {
         peer.handle_ack(99, t0 + ms(10));
         assert_eq!(peer.rtt(), None);
         peer.handle_ack(0, t0 + ms(80));
-        assert_eq!(peer.rtt(), Some(ms(80)));
+        let first = Some(RoundTrip { mean: ms(80), jitter: ms(40) });
+        assert_eq!(peer.rtt(), first);
         peer.handle_ack(0, t0 + ms(90));
-        assert_eq!(peer.rtt(), Some(ms(80)));
+        assert_eq!(peer.rtt(), first);
         peer.handle_timeout(t0 + ms(100));
         peer.handle_ack(1, t0 + ms(100));
-        assert_eq!(peer.rtt(), Some(ms(70)));
+        assert_eq!(peer.rtt(), Some(RoundTrip { mean: ms(70), jitter: ms(50) }));
     }
 
     #[test]

@@ -193,6 +193,12 @@ impl MemoryNetwork {
         self.net.changed.send_modify(|n| *n += 1);
     }
 
+    /// Whether `a` takes itself for connected to `b`.
+    #[must_use]
+    pub fn is_connected(&self, a: Node, b: Node) -> bool {
+        self.net.lock().hosts.get(&a).is_some_and(|host| host.sides.contains_key(&b))
+    }
+
     /// Kills a link as a process dies: its calls give [`LinkError::Closed`], its peers see it
     /// disconnected.
     pub fn kill(&self, peer: Node) {

@@ -8,6 +8,7 @@ pub mod identity;
 pub mod memory;
 pub mod quic;
 pub mod redial;
+pub mod scope;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;

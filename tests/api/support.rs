@@ -7,8 +7,8 @@ use std::time::Duration;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::text::Vocabulary;
 use ringfence::coordinator::job::{
-    Event, Finish, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus, Serve,
-    SubmitError,
+    Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus,
+    Serve, SubmitError,
 };
 use ringfence::ids::{SessionId, TokenId, View, WireEncoding};
 use serde_json::Value;
@@ -111,6 +111,12 @@ impl Serve for Script {
 
     fn status(&self) -> RingStatus {
         let ready = *self.ready.lock().unwrap();
+        let hop = HopStatus {
+            from: "12D3KooWCoordinator".into(),
+            to: "12D3KooWHead".into(),
+            rtt_us: Some(310),
+            jitter_us: None,
+        };
         let member = MemberStatus {
             peer: "12D3KooWHead".into(),
             range: "0:3".into(),
@@ -118,6 +124,7 @@ impl Serve for Script {
             pid: Some(4711),
             in_ring: true,
             alive: true,
+            rtt_us: Some(310),
             service_us: 850,
             passes: 12,
             draft_block: 0,
@@ -130,6 +137,7 @@ impl Serve for Script {
             missing: (!ready).then(|| "layers 3:7 are missing".into()),
             last_round_ms: Some(120),
             members: vec![member],
+            hops: vec![hop],
             sessions: 0,
             in_flight: 0,
             encoding: WireEncoding::Fp8,

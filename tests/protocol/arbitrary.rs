@@ -155,7 +155,16 @@ fn any_report() -> impl Strategy<Value = Control> {
     (any::<[u64; 6]>(), any::<u32>(), prop::collection::vec(session, 0..5)).prop_map(
         |([nonce, view, passes, busy_us, service_us, loaded_bytes], queued, sessions)| Control::Report {
             nonce,
-            report: StageReport { view: View(view), sessions, passes, busy_us, service_us, queued, loaded_bytes },
+            report: StageReport {
+                view: View(view),
+                sessions,
+                passes,
+                busy_us,
+                service_us,
+                queued,
+                loaded_bytes,
+                hop: None,
+            },
         },
     )
 }

@@ -9,6 +9,7 @@ use ringfence::coordinator::job::{Event, Finish, JobError, Mode, Serve, SubmitEr
 use ringfence::engine::cpu::CpuEngine;
 use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
 use ringfence::ids::{Position, SessionId, TokenId};
+use ringfence::node::serve::StageEvent;
 
 use crate::rig::{Rig, collect, engine, prompt, quick, ranges, request, start_stage, tiny};
 
@@ -90,6 +91,68 @@ async fn a_cut_edge_between_two_stages_is_localized() {
     rig.network.heal(rig.stages[0].peer, rig.stages[1].peer);
     rig.ready().await;
     assert_eq!(rig.run(request(&prompt(20), 12, Mode::Pipelined)).await.tokens.len(), 12);
+    rig.end().await;
+}
+
+/// A ring that no probe keeps busy.
+async fn quiet() -> Rig {
+    let settings = CoordinatorSettings { probe_every: Duration::from_secs(600), ..quick() };
+    let rig = Rig::new(&ranges("0:2 2:4 4:7"), settings).await;
+    rig.until("the probe is over", |rig| rig.coordinator.status().sessions == 0).await;
+    rig
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hop_that_died_idle_is_mended_in_its_view_before_a_frame_is_lost() {
+    let mut rig = quiet().await;
+    let expected = rig.run(request(&prompt(20), 12, Mode::Pipelined)).await.tokens;
+    let view = rig.coordinator.status().view;
+    let (first, second) = (rig.stages[0].peer, rig.stages[1].peer);
+    rig.network.cut(first, second);
+    // The predecessor finds the silence, drops the connection and dials; nobody answers yet.
+    rig.until("the silence is found", |rig| !rig.network.is_connected(first, second)).await;
+    let job = rig.coordinator.submit(request(&prompt(20), 12, Mode::Pipelined)).unwrap();
+    rig.network.heal(first, second);
+    let run = collect(job).await;
+    assert_eq!((run.finish(), run.tokens), (Finish::Length, expected));
+    rig.stages[0].tells(&StageEvent::Mended { peer: second.to_string() }).await;
+    rig.stages[1].tells(&StageEvent::Mended { peer: first.to_string() }).await;
+    let status = rig.coordinator.status();
+    assert_eq!((status.view, status.missing), (view, None), "the ring goes on as it was");
+    rig.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hop_that_can_not_be_mended_breaks_the_ring_and_names_the_stage() {
+    let rig = quiet().await;
+    let view = rig.coordinator.status().view;
+    let (first, second) = (rig.stages[0].peer, rig.stages[1].peer);
+    rig.network.cut(first, second);
+    rig.until("the hop is given up", |rig| rig.coordinator.status().missing.is_some()).await;
+    rig.network.heal(first, second);
+    rig.ready().await;
+    assert!(rig.coordinator.status().view > view);
+    rig.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_ring_says_how_far_its_members_are() {
+    let rig = quiet().await;
+    let (head, tail) = (rig.stages[0].peer, rig.stages[2].peer);
+    rig.network.set_delay(rig.coordinator_peer, head, Duration::from_millis(20));
+    rig.network.set_delay(rig.coordinator_peer, tail, Duration::from_millis(40));
+    rig.until("round trips are as the delays", |rig| {
+        let status = rig.coordinator.status();
+        let least = |at: usize, ms: u64| status.hops.get(at).and_then(|hop| hop.rtt_us) >= Some(ms * 1_000);
+        least(0, 39) && least(3, 79) && status.hops.len() == 4
+    })
+    .await;
+    let status = rig.coordinator.status();
+    let ways: Vec<_> = status.hops.iter().map(|hop| (hop.from.clone(), hop.to.clone())).collect();
+    let names: Vec<String> = [rig.coordinator_peer, head, rig.stages[1].peer, tail].map(|node| node.to_string()).into();
+    let expected: Vec<_> = (0..4).map(|at| (names[at].clone(), names[(at + 1) % 4].clone())).collect();
+    assert_eq!(ways, expected);
+    assert!(status.hops[1].rtt_us < Some(30_000), "{:?}", status.hops);
     rig.end().await;
 }
 

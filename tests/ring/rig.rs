@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libp2p::Multiaddr;
-use ringfence::config::{Admit, CoordinatorSettings, MAX_SESSIONS, StageSettings};
+use ringfence::config::{Admit, CoordinatorSettings, DEAD_AFTER, HEARTBEAT, MAX_SESSIONS, StageSettings};
 use ringfence::coordinator::handle::Coordinator;
 use ringfence::coordinator::job::{Event, Finish, Job, JobError, JobStats, Mode, ModelFacts, Request, Serve};
 use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
@@ -13,10 +13,11 @@ use ringfence::engine::cpu::{CpuEngine, CpuSettings};
 use ringfence::ids::{LayerRange, Node, TokenId, WireEncoding};
 use ringfence::model::Checkpoint;
 use ringfence::node::membership::Obey;
-use ringfence::node::serve::{ServeError, StageParts, serve};
+use ringfence::node::serve::{ServeError, StageEvent, StageParts, serve};
 use ringfence::proto::control::Sampling;
 use ringfence::transport::memory::MemoryNetwork;
-use tokio::sync::watch;
+use ringfence::transport::scope::Scope;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 /// Deadline of everything a test waits for.
@@ -27,6 +28,8 @@ pub(crate) struct Stage {
     pub(crate) peer: Node,
     pub(crate) address: Multiaddr,
     pub(crate) stop: watch::Sender<bool>,
+    /// What it tells an operator.
+    pub(crate) events: mpsc::Receiver<StageEvent>,
     pub(crate) task: JoinHandle<Result<(), ServeError>>,
 }
 
@@ -67,16 +70,35 @@ pub(crate) fn start_stage(
     let (link, events) = network.link();
     let (peer, address) = (link.local(), link.addresses()[0].clone());
     let (stop, stopped) = watch::channel(false);
-    let parts = StageParts { engine, link, events, model_digest: digest, stop: stopped, observer: None };
+    let (observer, told) = mpsc::channel(256);
+    let parts = StageParts { engine, link, events, model_digest: digest, stop: stopped, observer: Some(observer) };
     let settings = StageSettings {
         coordinator: dial,
         obey: Obey::Peers([coordinator.peer].into()),
         max_sessions: MAX_SESSIONS,
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
         announce: Vec::new(),
+        dial_scope: Scope::Public,
+        heartbeat: HEARTBEAT,
+        dead_after: DEAD_AFTER,
     };
     let task = tokio::spawn(async move { serve(parts, &settings).await });
-    Stage { peer, address, stop, task }
+    Stage { peer, address, stop, events: told, task }
+}
+
+impl Stage {
+    /// Waits until it tells this of itself.
+    pub(crate) async fn tells(&mut self, what: &StageEvent) {
+        let told = async {
+            while let Some(event) = self.events.recv().await {
+                if event == *what {
+                    return true;
+                }
+            }
+            false
+        };
+        assert!(tokio::time::timeout(PATIENCE, told).await.expect("it tells in time"), "never told: {what:?}");
+    }
 }
 
 /// Settings that keep a test short where something is lost.

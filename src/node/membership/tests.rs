@@ -1,0 +1,207 @@
+//! The membership under every event that it knows.
+
+use super::*;
+use crate::clock::now;
+use crate::proto::control::Neighbour;
+
+fn drain(membership: &mut Membership) -> Vec<Output> {
+    std::iter::from_fn(|| membership.poll_output()).collect()
+}
+
+fn join(view: u64, successor: Option<Node>) -> Join {
+    let successor = successor.map(|peer| Neighbour { peer, addresses: vec!["/memory/1".to_owned()] });
+    Join { view: View(view), predecessor: None, successor }
+}
+
+fn obeying(peer: Node) -> Membership {
+    let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer.peer])));
+    membership.handle_greeted(peer, Role::Coordinator, now());
+    assert_eq!(drain(&mut membership), [Output::Offer { to: peer }]);
+    membership
+}
+
+#[test]
+fn a_join_is_done_when_the_successor_has_answered() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_join(coordinator, &join(3, Some(successor)), now());
+    let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
+    assert_eq!(drain(&mut membership), [Output::Route(None), dial]);
+    assert!(!membership.accepts(coordinator, View(3)), "frames wait for the join");
+    membership.handle_greeted(successor, Role::Stage, now());
+    let ask = Output::Send { to: successor, message: Control::Heartbeat { seq: join_seq(View(3)) } };
+    assert_eq!(drain(&mut membership), [ask]);
+    membership.handle_ack(coordinator, join_seq(View(3)));
+    membership.handle_ack(successor, join_seq(View(2)));
+    membership.handle_ack(successor, 3);
+    assert_eq!(drain(&mut membership), [], "only the successor's answer to this view's heartbeat counts");
+    membership.handle_ack(successor, join_seq(View(3)));
+    let route = Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
+    let joined = Output::Send { to: coordinator, message: Control::Joined { view: View(3) } };
+    assert_eq!(drain(&mut membership), [Output::Route(Some(route)), joined]);
+    assert!(membership.accepts(coordinator, View(3)));
+    assert!(!membership.accepts(successor, View(3)), "only the predecessor sends frames");
+    assert!(!membership.accepts(coordinator, View(2)), "an older view is refused");
+}
+
+#[test]
+fn the_view_never_falls() {
+    let coordinator = Node::random();
+    let mut membership = obeying(coordinator);
+    membership.handle_join(coordinator, &join(3, None), now());
+    drain(&mut membership);
+    for view in [0, 2, 3] {
+        membership.handle_join(coordinator, &join(view, None), now());
+        let outputs = drain(&mut membership);
+        assert!(
+            matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { current: View(3), .. }, .. }]),
+            "{outputs:?}"
+        );
+    }
+    assert_eq!(membership.view(), View(3));
+}
+
+#[test]
+fn nobody_else_is_obeyed() {
+    let (coordinator, other) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_greeted(other, Role::Coordinator, now());
+    assert!(matches!(&drain(&mut membership)[..], [Output::Refuse { peer, .. }] if *peer == other));
+    membership.handle_join(other, &join(9, None), now());
+    let outputs = drain(&mut membership);
+    assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { .. }, .. }]));
+    assert_eq!(membership.view(), View(0));
+}
+
+#[test]
+fn a_lost_neighbour_is_reported_and_a_lost_coordinator_ends_the_view() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_greeted(successor, Role::Stage, now());
+    membership.handle_join(coordinator, &join(1, Some(successor)), now());
+    membership.handle_ack(successor, join_seq(View(1)));
+    drain(&mut membership);
+    membership.handle_gone(successor, "reset", false, now());
+    let lost = Control::NeighbourLost { view: View(1), peer: successor, reason: "reset".to_owned() };
+    assert_eq!(drain(&mut membership), [Output::Send { to: coordinator, message: lost }]);
+    membership.handle_gone(coordinator, "reset", false, now());
+    assert_eq!(drain(&mut membership), [Output::Route(None)]);
+    assert!(!membership.obeys(coordinator));
+}
+
+/// A stage between two neighbours, in view 1: itself, coordinator, predecessor, successor.
+fn between() -> (Membership, [Node; 3]) {
+    let [coordinator, predecessor, successor] = [Node::random(), Node::random(), Node::random()];
+    let mut membership = obeying(coordinator);
+    membership.handle_greeted(successor, Role::Stage, now());
+    let before = Neighbour { peer: predecessor, addresses: vec![] };
+    let join = Join { predecessor: Some(before), ..join(1, Some(successor)) };
+    membership.handle_join(coordinator, &join, now());
+    membership.handle_ack(successor, join_seq(View(1)));
+    membership.handle_greeted(predecessor, Role::Stage, now());
+    drain(&mut membership);
+    (membership, [coordinator, predecessor, successor])
+}
+
+#[test]
+fn an_idle_hop_is_mended_without_a_word_to_the_coordinator() {
+    let (mut membership, [_, predecessor, successor]) = between();
+    let t0 = now();
+    membership.handle_gone(successor, "reset", true, t0);
+    let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
+    assert_eq!(drain(&mut membership), [dial.clone()]);
+    membership.handle_gone(predecessor, "reset", true, t0);
+    assert_eq!(drain(&mut membership), [], "it is the predecessor's to dial");
+    membership.handle_dial_failed(successor, "no route", t0);
+    let at = membership.poll_timeout().unwrap();
+    assert_eq!(at, t0 + MEND_PAUSE);
+    membership.handle_timeout(at);
+    assert_eq!(drain(&mut membership), [dial]);
+    for peer in [predecessor, successor] {
+        assert!(membership.mends(peer));
+        membership.handle_greeted(peer, Role::Stage, at);
+        assert_eq!(drain(&mut membership), [Output::Mended { peer }]);
+        assert!(!membership.mends(peer));
+    }
+    assert_eq!(membership.poll_timeout(), None);
+    assert!(membership.accepts(predecessor, View(1)), "the view goes on");
+}
+
+#[test]
+fn a_hop_that_is_not_mended_in_time_is_lost() {
+    let (mut membership, [coordinator, predecessor, successor]) = between();
+    let t0 = now();
+    membership.handle_gone(predecessor, "reset", true, t0);
+    membership.handle_gone(successor, "reset", true, t0);
+    drain(&mut membership);
+    membership.handle_timeout(t0 + MEND_DEADLINE);
+    let lost: Vec<_> = drain(&mut membership)
+        .into_iter()
+        .map(|output| match output {
+            Output::Send { to, message: Control::NeighbourLost { view: View(1), peer, reason } } => {
+                assert!(to == coordinator && reason.contains("reset") && reason.contains("4000 ms"), "{reason}");
+                peer
+            }
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(lost, [predecessor, successor]);
+    assert_eq!(membership.poll_timeout(), None);
+}
+
+#[test]
+fn a_new_view_ends_every_mend() {
+    let (mut membership, [coordinator, _, successor]) = between();
+    membership.handle_gone(successor, "reset", true, now());
+    membership.handle_join(coordinator, &join(2, None), now());
+    drain(&mut membership);
+    assert_eq!(membership.poll_timeout(), None);
+}
+
+#[test]
+fn an_unreachable_successor_refuses_the_join() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_join(coordinator, &join(1, Some(successor)), now());
+    drain(&mut membership);
+    membership.handle_dial_failed(successor, "no route", now());
+    let outputs = drain(&mut membership);
+    assert!(matches!(&outputs[..], [Output::Send { message: Control::JoinRefused { view: View(1), .. }, .. }]));
+    membership.handle_greeted(successor, Role::Stage, now());
+    assert_eq!(drain(&mut membership), []);
+}
+
+#[test]
+fn a_successor_that_died_without_a_word_is_dialled_anew() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_greeted(successor, Role::Stage, now());
+    membership.handle_join(coordinator, &join(1, Some(successor)), now());
+    drain(&mut membership);
+    let at = membership.poll_timeout().unwrap();
+    membership.handle_timeout(at);
+    let outputs = drain(&mut membership);
+    assert!(
+        matches!(&outputs[..], [Output::Disconnect { peer, .. }, Output::Dial { .. }] if *peer == successor),
+        "{outputs:?}"
+    );
+    assert_eq!(membership.poll_timeout(), None);
+    membership.handle_greeted(successor, Role::Stage, now());
+    membership.handle_ack(successor, join_seq(View(1)));
+    assert_eq!(membership.route().map(|route| route.view), Some(View(1)));
+}
+
+#[test]
+fn a_coordinator_that_is_left_is_told_so() {
+    let (first, second) = (Node::random(), Node::random());
+    let mut membership = Membership::new(Obey::Anyone);
+    membership.handle_greeted(first, Role::Coordinator, now());
+    membership.handle_join(first, &join(1, None), now());
+    drain(&mut membership);
+    membership.handle_join(second, &join(2, None), now());
+    let told = drain(&mut membership).into_iter().next();
+    let Some(Output::Send { to, message: Control::JoinRefused { view, current, .. } }) = told else {
+        panic!("{told:?}")
+    };
+    assert_eq!((to, view, current), (first, View(1), View(2)));
+}
