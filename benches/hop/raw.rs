@@ -17,6 +17,7 @@ use quinn::{
     TransportConfig,
 };
 use ringfence::clock::now;
+use ringfence::transport::endpoint::PathSettings;
 use ringfence::wan::ProxyHandle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -146,17 +147,14 @@ fn endpoint(server: Option<ServerConfig>) -> Endpoint {
 }
 
 fn transport(tune: Tune) -> Arc<TransportConfig> {
-    let mut config = TransportConfig::default();
-    config.keep_alive_interval(Some(KEEP_ALIVE));
     match tune {
-        Tune::Defaults => {}
-        Tune::Ours => {
-            let mut cubic = quinn::congestion::CubicConfig::default();
-            cubic.initial_window(1 << 20);
-            config.congestion_controller_factory(Arc::new(cubic)).initial_rtt(Duration::from_millis(100));
+        Tune::Ours => PathSettings::default().transport_config(),
+        Tune::Defaults => {
+            let mut config = TransportConfig::default();
+            config.keep_alive_interval(Some(KEEP_ALIVE));
+            Arc::new(config)
         }
     }
-    Arc::new(config)
 }
 
 async fn send(stream: &mut SendStream, body: Bytes) {

@@ -3,6 +3,7 @@
 //! A link carries opaque bodies between named peers over two ordered lanes per direction. It knows
 //! connections and queues; it knows no frame, no view and no session.
 
+pub mod endpoint;
 mod events;
 pub mod identity;
 pub mod memory;

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use ringfence::ids::Node;
+use ringfence::transport::endpoint::PathSettings;
 use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
 use ringfence::transport::quic::{QuicLink, QuicSettings};
 use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
@@ -61,7 +62,8 @@ impl Network {
 
 /// Settings of the QUIC links in these tests.
 pub(crate) fn quic_settings() -> QuicSettings {
-    QuicSettings { stall_deadline: STALL, dial_deadline: DIAL, ..QuicSettings::new(Keypair::generate_ed25519()) }
+    let path = PathSettings { handshake_timeout: DIAL, ..PathSettings::default() };
+    QuicSettings { stall_deadline: STALL, path, ..QuicSettings::new(Keypair::generate_ed25519()) }
 }
 
 /// A QUIC link on loopback.

@@ -7,6 +7,7 @@ use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
 use ringfence::ids::Node;
+use ringfence::transport::endpoint::{PathSettingError, PathSettings};
 use ringfence::transport::quic::{QuicLink, QuicSettings, StartError};
 use ringfence::transport::{Lane, LinkError, LinkEvent};
 
@@ -72,13 +73,13 @@ async fn what_cannot_be_honoured_stops_the_start() {
             other => panic!("{address}: {:?}", other.map(|_| ())),
         }
     }
-    let settings = quic_settings();
-    let keep_alive = QuicSettings { keep_alive: settings.idle_timeout, ..settings.clone() };
-    let idle = QuicSettings { idle_timeout: Duration::MAX, ..settings.clone() };
-    let dial = QuicSettings { dial_deadline: Duration::ZERO, ..settings };
-    for (wrong, settings) in [("keep_alive", keep_alive), ("idle_timeout", idle), ("dial_deadline", dial)] {
-        match QuicLink::start(settings).await {
-            Err(StartError::Setting { name, .. }) => assert_eq!(name, wrong),
+    let good = PathSettings::default();
+    let keep_alive = PathSettings { keep_alive: good.idle_timeout, ..good.clone() };
+    let idle = PathSettings { idle_timeout: Duration::MAX, ..good.clone() };
+    let dial = PathSettings { handshake_timeout: Duration::ZERO, ..good };
+    for (wrong, path) in [("keep_alive", keep_alive), ("idle_timeout", idle), ("handshake_timeout", dial)] {
+        match QuicLink::start(QuicSettings { path, ..quic_settings() }).await {
+            Err(StartError::Setting(PathSettingError { name, .. })) => assert_eq!(name, wrong),
             other => panic!("{wrong}: {:?}", other.map(|_| ())),
         }
     }
@@ -221,7 +222,9 @@ async fn an_owner_that_takes_no_events_any_more_ends_its_connections() {
 }
 
 fn impatient() -> QuicSettings {
-    QuicSettings { idle_timeout: Duration::from_millis(600), keep_alive: Duration::from_millis(100), ..quic_settings() }
+    let QuicSettings { path, .. } = quic_settings();
+    let (idle_timeout, keep_alive) = (Duration::from_millis(600), Duration::from_millis(100));
+    QuicSettings { path: PathSettings { idle_timeout, keep_alive, ..path }, ..quic_settings() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

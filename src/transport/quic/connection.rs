@@ -120,7 +120,7 @@ impl Connection {
     /// Runs the connection until it has ended and its owner knows.
     pub(super) async fn run(mut self) {
         // As long as a dial: whoever says nothing in that time is no peer.
-        let deadline = self.shared.settings.dial_deadline;
+        let deadline = self.shared.settings.path.handshake_timeout;
         let (peer, shared) = (self.peer, Arc::clone(&self.shared));
         let settled = tokio::select! {
             settled = timeout(deadline, self.settle()) => settled.unwrap_or_else(|_| {

@@ -1,13 +1,11 @@
 //! The one task that drives the swarm: dials, addresses, the end.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::{FutureExt, StreamExt};
 use libp2p::core::transport::ListenerId;
-use libp2p::multiaddr::Protocol;
 use libp2p::swarm::dial_opts::{DialOpts, PeerCondition};
 use libp2p::swarm::{ConnectionId, DialError, SwarmEvent};
 use libp2p::{Multiaddr, PeerId, Swarm};
@@ -101,10 +99,7 @@ impl Driver {
     }
 
     fn dial(&mut self, peer: PeerId, address: Multiaddr) {
-        let options = DialOpts::peer_id(peer).condition(PeerCondition::Always).addresses(vec![address.clone()]);
-        // A listener on loopback can't send elsewhere: such a dial needs a socket of its own.
-        let reusable = is_loopback(&address) || self.swarm.listeners().any(|own| !is_loopback(own));
-        let options = if reusable { options.build() } else { options.allocate_new_port().build() };
+        let options = DialOpts::peer_id(peer).condition(PeerCondition::Always).addresses(vec![address]).build();
         let id = options.connection_id();
         match self.swarm.dial(options) {
             Ok(()) => {
@@ -183,14 +178,6 @@ impl Driver {
             let event = self.swarm.select_next_some().await;
             self.handle(event);
         }
-    }
-}
-
-fn is_loopback(address: &Multiaddr) -> bool {
-    match address.iter().next() {
-        Some(Protocol::Ip4(ip)) => IpAddr::V4(ip).is_loopback(),
-        Some(Protocol::Ip6(ip)) => IpAddr::V6(ip).is_loopback(),
-        _ => false,
     }
 }
 

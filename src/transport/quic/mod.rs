@@ -5,8 +5,8 @@
 //! waits for the other; see `registry.rs` for how both sides settle on the same connection.
 //!
 //! Bounds: a lane's send queue holds [`SEND_QUEUE_MAX`](super::SEND_QUEUE_MAX) bodies; a link's
-//! event queue is bounded in events and in bytes, and while it is full no peer is read. The
-//! sockets keep the system's default buffers; what overflows them is retransmitted.
+//! event queue is bounded in events and in bytes, and while it is full no peer is read. How the
+//! connections below behave is [`PathSettings`]' to say.
 
 mod behaviour;
 mod connection;
@@ -25,7 +25,7 @@ use futures::future::BoxFuture;
 use libp2p::core::Transport;
 use libp2p::core::muxing::StreamMuxerBox;
 use libp2p::identity::Keypair;
-use libp2p::{Multiaddr, Swarm, quic, swarm};
+use libp2p::{Multiaddr, Swarm, swarm};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
@@ -33,22 +33,13 @@ use self::behaviour::Behaviour;
 use self::connection::{Handle, SendQueue, Stop};
 use self::driver::{Command, Driver};
 use self::registry::{Attempt, Registry};
+use super::endpoint::{PathBook, PathSettingError, PathSettings, QuicTransport};
 use super::events::event_queue;
 use super::{Lane, Link, LinkError, LinkEvents, split_peer};
 use crate::ids::Node;
 
 /// Dials and shutdowns that wait for the driver.
 const COMMANDS_MAX: usize = 64;
-
-/// Bytes that a peer may send on one lane before the owner takes them.
-const STREAM_WINDOW: u32 = 8 << 20;
-
-/// Bytes that a peer may send on all lanes before the owner takes them: more than one lane may
-/// fill, so that control is never behind data.
-const CONNECTION_WINDOW: u32 = 16 << 20;
-
-/// Streams that a peer may hold open.
-const STREAMS_MAX: u32 = 8;
 
 /// How a QUIC link behaves.
 #[derive(Debug, Clone)]
@@ -61,15 +52,12 @@ pub struct QuicSettings {
     /// How long a send waits for room in its queue; default 5 s. Larger hides a peer that doesn't
     /// read for longer.
     pub stall_deadline: Duration,
-    /// How long a dial, and the introduction of whoever dials in, may take; default 5 s. Larger
-    /// lets silent strangers hold a connection for longer.
-    pub dial_deadline: Duration,
-    /// After how long without a packet a connection is dead; default 10 s. Larger notices a dead
-    /// peer later, smaller takes a slow network for a dead one. The smaller of both sides' counts.
-    pub idle_timeout: Duration,
-    /// After how long without a packet one is sent to stay alive; default 1 s, below
-    /// `idle_timeout`. Larger risks that a lost packet ends a quiet connection.
-    pub keep_alive: Duration,
+    /// How its connections behave. `path.handshake_timeout` bounds a dial in whole, and the
+    /// introduction of whoever dials in.
+    pub path: PathSettings,
+    /// Where its live connections are listed: keep a clone to ask what they are like. Default an
+    /// empty one.
+    pub book: PathBook,
     /// How long a closing connection may take to deliver what is queued; default 500 ms. Larger
     /// makes [`Link::shutdown`] wait for peers that are dead.
     pub close_grace: Duration,
@@ -87,26 +75,11 @@ impl QuicSettings {
             identity,
             listen,
             stall_deadline: Duration::from_secs(5),
-            dial_deadline: Duration::from_secs(5),
-            idle_timeout: Duration::from_secs(10),
-            keep_alive: Duration::from_secs(1),
+            path: PathSettings::default(),
+            book: PathBook::new(),
             close_grace: Duration::from_millis(500),
             inbound_max: 256,
         }
-    }
-
-    fn check(&self) -> Result<(), StartError> {
-        let refuse = |name, value: String, why| Err(StartError::Setting { name, value, why });
-        if u32::try_from(self.idle_timeout.as_millis()).map_or(true, |ms| ms == 0) {
-            return refuse("idle_timeout", format!("{:?}", self.idle_timeout), "must be 1 ms to 49 days");
-        }
-        if self.keep_alive.is_zero() || self.keep_alive >= self.idle_timeout {
-            return refuse("keep_alive", format!("{:?}", self.keep_alive), "must be above 0 and below idle_timeout");
-        }
-        if self.dial_deadline.is_zero() {
-            return refuse("dial_deadline", format!("{:?}", self.dial_deadline), "must be above 0");
-        }
-        Ok(())
     }
 }
 
@@ -122,14 +95,13 @@ pub enum StartError {
         why: String,
     },
     /// A setting can't be honoured.
-    #[error("setting {name} = {value}: {why}")]
-    Setting {
-        /// The setting.
-        name: &'static str,
-        /// Its value.
-        value: String,
-        /// What it must be.
-        why: &'static str,
+    #[error(transparent)]
+    Setting(#[from] PathSettingError),
+    /// The node's key is of no use.
+    #[error("{why}")]
+    Identity {
+        /// What is wrong with it, and what to do.
+        why: String,
     },
 }
 
@@ -193,9 +165,11 @@ impl QuicLink {
     /// # Errors
     /// [`StartError`] where a setting can't be honoured or an address not listened on.
     pub async fn start(settings: QuicSettings) -> Result<(Arc<dyn Link>, LinkEvents), StartError> {
-        settings.check()?;
+        settings.path.check()?;
         let local = Node { peer: settings.identity.public().to_peer_id(), start: rand::random() };
-        let transport = quic::tokio::Transport::new(quic_config(&settings))
+        let streams_max = settings.path.streams_max as usize;
+        let transport = QuicTransport::new(&settings.identity, settings.path.clone(), settings.book.clone())
+            .map_err(|error| StartError::Identity { why: error.to_string() })?
             .map(|(peer, connection), _| (peer, StreamMuxerBox::new(connection)))
             .boxed();
         let (events, receiver) = event_queue();
@@ -208,7 +182,7 @@ impl QuicLink {
             addresses: Mutex::default(),
         });
         let behaviour = Behaviour::new(Arc::clone(&shared), events);
-        let config = swarm::Config::with_tokio_executor().with_max_negotiating_inbound_streams(STREAMS_MAX as usize);
+        let config = swarm::Config::with_tokio_executor().with_max_negotiating_inbound_streams(streams_max);
         let (commands, command_queue) = mpsc::channel(COMMANDS_MAX);
         let mut driver = Driver {
             swarm: Swarm::new(transport, behaviour, local.peer, config),
@@ -220,17 +194,6 @@ impl QuicLink {
         tokio::spawn(driver.run());
         Ok((Arc::new(Self { shared, commands }), receiver))
     }
-}
-
-fn quic_config(settings: &QuicSettings) -> quic::Config {
-    let mut config = quic::Config::new(&settings.identity);
-    config.handshake_timeout = settings.dial_deadline;
-    config.max_idle_timeout = u32::try_from(settings.idle_timeout.as_millis()).unwrap_or(u32::MAX);
-    config.keep_alive_interval = settings.keep_alive;
-    config.max_concurrent_stream_limit = STREAMS_MAX;
-    config.max_stream_data = STREAM_WINDOW;
-    config.max_connection_data = CONNECTION_WINDOW;
-    config
 }
 
 impl Link for QuicLink {
@@ -250,7 +213,7 @@ impl Link for QuicLink {
             if peer == self.shared.local.peer {
                 return fail("this is the link's own address".to_owned());
             }
-            let deadline = self.shared.settings.dial_deadline;
+            let deadline = self.shared.settings.path.handshake_timeout;
             let reached = timeout(deadline, async {
                 // The place comes first: a dial that is registered must be made.
                 let place = self.commands.reserve().await.map_err(|_| LinkError::Closed)?;
