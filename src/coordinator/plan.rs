@@ -15,6 +15,8 @@ pub struct Candidate {
     pub range: LayerRange,
     /// Whether it holds the drafter.
     pub drafts: bool,
+    /// Whether it failed a ring or is late: others of its range go first.
+    pub faulted: bool,
 }
 
 /// The offers leave layers uncovered, or cut them so that no tiling exists.
@@ -40,7 +42,8 @@ fn list(ranges: &[LayerRange]) -> String {
 
 /// Chooses stages that cover `0..layers` exactly once, in ring order.
 ///
-/// Prefers a drafting tail, then fewer stages, then lower peer ids.
+/// Prefers a drafting tail, then fewer stages, then lower peer ids; of several stages with one range,
+/// those that did not fail.
 ///
 /// # Errors
 /// [`PlanError`] says which layers to add.
@@ -49,7 +52,7 @@ pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanErr
     let mut by_range: BTreeMap<(u16, u16), Candidate> = BTreeMap::new();
     for offer in offers {
         let key = (offer.range.lo(), offer.range.hi());
-        let better = by_range.get(&key).is_none_or(|held| (!offer.drafts, offer.peer) < (!held.drafts, held.peer));
+        let better = by_range.get(&key).is_none_or(|held| rank(offer) < rank(held));
         if better {
             by_range.insert(key, *offer);
         }
@@ -71,6 +74,11 @@ pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanErr
         Some((_, _, ring)) => Ok(ring),
         None => Err(why_not(layers, offers)),
     }
+}
+
+/// Which of the stages that hold one range goes first: the lower.
+fn rank(offer: &Candidate) -> (bool, bool, Node) {
+    (offer.faulted, !offer.drafts, offer.peer)
 }
 
 fn why_not(layers: u16, offers: &[Candidate]) -> PlanError {
@@ -100,7 +108,7 @@ mod tests {
     use super::*;
 
     fn offer(text: &str, drafts: bool) -> Candidate {
-        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts }
+        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts, faulted: false }
     }
 
     fn ranges(ring: &[Candidate]) -> Vec<String> {
@@ -125,6 +133,15 @@ mod tests {
         let ring = plan(7, &offers).unwrap();
         offers.reverse();
         assert_eq!(plan(7, &offers).unwrap(), ring);
+    }
+
+    #[test]
+    fn a_stage_that_failed_is_the_last_choice() {
+        let failed = Candidate { faulted: true, ..offer("3:7", true) };
+        let plain = offer("3:7", false);
+        let head = offer("0:3", false);
+        assert_eq!(plan(7, &[head, failed, plain]).unwrap(), [head, plain]);
+        assert_eq!(plan(7, &[head, failed]).unwrap(), [head, failed]);
     }
 
     #[test]

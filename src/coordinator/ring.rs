@@ -29,6 +29,8 @@ pub struct Member {
     pub draining: bool,
     /// It answers heartbeats late.
     pub suspect: bool,
+    /// The last ring that it was in broke on it, though it answers: others go first.
+    pub faulted: bool,
 }
 
 impl Member {
@@ -191,7 +193,7 @@ impl Ring {
             self.handle_gone(peer, "it offers another range", now);
         }
         self.view = self.view.max(offer.view);
-        let member = Member { peer, offer, report: None, draining: false, suspect: false };
+        let member = Member { peer, offer, report: None, draining: false, suspect: false, faulted: false };
         self.members.insert(peer, member);
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
@@ -212,16 +214,15 @@ impl Ring {
         if view != self.view {
             return;
         }
-        if let Some(range) = self.members.get(&lost).map(|member| member.offer.range) {
-            self.breaks(lost, range, format!("a neighbour lost it: {why}"), now);
-        }
+        self.handle_fault(lost, &format!("a neighbour lost it: {why}"), now);
     }
 
     /// A stage failed every session it was given, or stopped moving frames: the view is given up.
     pub fn handle_fault(&mut self, peer: Node, why: &str, now: Instant) {
-        if let Some(range) = self.members.get(&peer).map(|member| member.offer.range) {
-            self.breaks(peer, range, why.to_owned(), now);
-        }
+        let Some(member) = self.members.get_mut(&peer) else { return };
+        member.faulted = true;
+        let range = member.offer.range;
+        self.breaks(peer, range, why.to_owned(), now);
     }
 
     /// A member has joined.
@@ -288,6 +289,12 @@ impl Ring {
         if held {
             self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
             self.wait(format!("stage {range} ({peer}) was lost: {why}"), Some(now + RETRY_AFTER));
+            // A spare takes its place at once; a stage that answers and failed gets a pause.
+            if let Ok(ring) = plan(self.layers, &self.candidates())
+                && ring.iter().all(|candidate| !candidate.faulted)
+            {
+                self.join(ring.iter().map(|member| member.peer).collect(), now);
+            }
         }
     }
 
@@ -296,18 +303,20 @@ impl Ring {
         self.state = State::Waiting { why, retry };
     }
 
-    fn replan(&mut self, now: Option<Instant>) {
-        let candidates: Vec<Candidate> = self
-            .members
-            .values()
-            .filter(|member| !member.draining)
+    fn candidates(&self) -> Vec<Candidate> {
+        let offers = self.members.values().filter(|member| !member.draining);
+        offers
             .map(|member| Candidate {
                 peer: member.peer,
                 range: member.offer.range,
                 drafts: member.offer.draft_block > 0,
+                faulted: member.faulted || member.suspect,
             })
-            .collect();
-        match (plan(self.layers, &candidates), now) {
+            .collect()
+    }
+
+    fn replan(&mut self, now: Option<Instant>) {
+        match (plan(self.layers, &self.candidates()), now) {
             (Ok(ring), Some(now)) => self.join(ring.iter().map(|member| member.peer).collect(), now),
             (Ok(_), None) => {}
             (Err(error), _) => {
