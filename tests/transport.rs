@@ -8,6 +8,8 @@ mod contract;
 mod full;
 #[path = "transport/memory.rs"]
 mod memory;
+#[path = "transport/misbehave.rs"]
+mod misbehave;
 #[path = "transport/nodes.rs"]
 mod nodes;
 #[path = "transport/proxy.rs"]

@@ -252,7 +252,8 @@ impl Shell {
                 self.heartbeats.handle_heard(peer, clock::now());
                 match lane {
                     Lane::Control => self.handle_control(peer, &body),
-                    Lane::Data => self.handle_data(peer, body),
+                    Lane::Reply => self.handle_tail(peer, body),
+                    Lane::Data => self.refuse(peer, "a coordinator takes replies, a frame came".to_owned()),
                 }
             }
         }
@@ -354,14 +355,16 @@ impl Shell {
         }
     }
 
-    fn handle_data(&mut self, peer: Node, body: Bytes) {
+    fn handle_tail(&mut self, peer: Node, body: Bytes) {
         let tail = self.ring.whole().last().map(|member| member.peer);
         if tail != Some(peer) {
-            return tracing::debug!(%peer, "data of a peer that is not the tail is dropped");
+            return tracing::debug!(%peer, "a reply of a peer that is not the tail is dropped");
         }
         match codec::decode_data(body) {
             Ok(Data::Reply(reply)) => self.handle_reply(reply),
-            Ok(Data::Frame(_)) => self.refuse(peer, "expected a reply on the data lane, a frame came".to_owned()),
+            Ok(Data::Frame(_)) => {
+                self.refuse(peer, "expected a reply on the reply lane, its bytes are a frame".to_owned())
+            }
             Err(error) => self.refuse(peer, error.to_string()),
         }
     }

@@ -188,6 +188,7 @@ impl Shell {
                 match lane {
                     Lane::Control => return self.handle_control(peer, &body),
                     Lane::Data => self.handle_data(peer, body),
+                    Lane::Reply => self.refuse(peer, "a stage takes frames, a reply came".to_owned()),
                 }
             }
         }
@@ -316,7 +317,9 @@ impl Shell {
                     tracing::debug!(%peer, view = %frame.head.view, "a frame of another view or peer is dropped");
                 }
             }
-            Ok(Data::Reply(_)) => self.refuse(peer, "expected a frame on the data lane, a reply came".to_owned()),
+            Ok(Data::Reply(_)) => {
+                self.refuse(peer, "expected a frame on the data lane, its bytes are a reply".to_owned())
+            }
             Err(error) => self.refuse(peer, error.to_string()),
         }
     }

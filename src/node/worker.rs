@@ -345,10 +345,13 @@ impl Worker {
     /// it died idle, so they are the first on it.
     fn forward(&mut self, bodies: Vec<Bytes>, inputs: &Receiver<Input>) -> bool {
         let Some(route) = self.route else { return true };
-        let to = route.successor.unwrap_or(route.coordinator);
+        let (to, lane) = match route.successor {
+            Some(successor) => (successor, Lane::Data),
+            None => (route.coordinator, Lane::Reply),
+        };
         let until = clock::now() + MEND_DEADLINE;
         for body in bodies {
-            let mut sent = send(&self.parts, to, Lane::Data, body.clone());
+            let mut sent = send(&self.parts, to, lane, body.clone());
             while matches!(sent, Err(LinkError::NotConnected { .. })) && clock::now() < until {
                 std::thread::sleep(MEND_LOOK);
                 if !self.take_in(inputs) {
@@ -357,7 +360,7 @@ impl Worker {
                 if self.route != Some(route) {
                     return true;
                 }
-                sent = send(&self.parts, to, Lane::Data, body.clone());
+                sent = send(&self.parts, to, lane, body.clone());
             }
             if let Err(error) = sent {
                 self.tell(Control::NeighbourLost { view: route.view, peer: to, reason: error.to_string() });

@@ -8,13 +8,15 @@ use std::task::{Context, Poll};
 
 use tokio::sync::{Semaphore, mpsc};
 
+use super::inflow::{Inflow, Ticket};
 use super::{EVENT_BYTES_MAX, EVENT_QUEUE_MAX, LinkEvent};
 
-/// An event and the bytes it holds of the queue's budget.
+/// An event, the bytes it holds of the queue's budget, and whom to tell when it is taken.
 #[derive(Debug)]
 struct Held {
     event: LinkEvent,
     cost: u32,
+    receipt: Option<(Arc<Inflow>, Ticket)>,
 }
 
 /// The owner's end of a link: what happened, in the order it happened per peer.
@@ -49,6 +51,28 @@ pub(crate) fn event_queue() -> (EventSender, LinkEvents) {
 impl EventSender {
     /// Queues an event, waiting for room. Dropped while waiting, it queues nothing.
     pub(crate) async fn send(&self, event: LinkEvent) -> Result<(), NoOwner> {
+        self.queue(event, None).await
+    }
+
+    /// Queues a body of a connection, waiting also for a place in the connection's share of the
+    /// queue; the connection learns when it is taken. Dropped while waiting, it queues nothing.
+    pub(crate) async fn send_body(
+        &self,
+        event: LinkEvent,
+        inflow: &Arc<Inflow>,
+        ticket: Ticket,
+    ) -> Result<(), NoOwner> {
+        let place = tokio::select! {
+            biased;
+            place = inflow.place(ticket.lane) => place.map_err(|_| NoOwner)?,
+            () = self.queue.closed() => return Err(NoOwner),
+        };
+        self.queue(event, Some((Arc::clone(inflow), ticket))).await?;
+        place.forget();
+        Ok(())
+    }
+
+    async fn queue(&self, event: LinkEvent, receipt: Option<(Arc<Inflow>, Ticket)>) -> Result<(), NoOwner> {
         let cost = match &event {
             LinkEvent::Received { body, .. } => u32::try_from(body.len()).unwrap_or(u32::MAX).min(EVENT_BYTES_MAX),
             LinkEvent::Connected { .. } | LinkEvent::Disconnected { .. } => 0,
@@ -66,7 +90,7 @@ impl EventSender {
         if let Some(permit) = permit {
             permit.forget();
         }
-        slot.send(Held { event, cost });
+        slot.send(Held { event, cost, receipt });
         Ok(())
     }
 }
@@ -74,6 +98,9 @@ impl EventSender {
 impl LinkEvents {
     fn release(&self, held: Held) -> LinkEvent {
         self.budget.add_permits(held.cost as usize);
+        if let Some((inflow, ticket)) = held.receipt {
+            inflow.taken(ticket);
+        }
         held.event
     }
 

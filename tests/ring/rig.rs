@@ -118,8 +118,16 @@ impl Rig {
     }
 
     pub(crate) async fn wrapped(cut: &[LayerRange], settings: CoordinatorSettings, wrap: Wrap<'_>) -> Self {
+        Self::over(MemoryNetwork::new(), cut, settings, wrap).await
+    }
+
+    pub(crate) async fn over(
+        network: MemoryNetwork,
+        cut: &[LayerRange],
+        settings: CoordinatorSettings,
+        wrap: Wrap<'_>,
+    ) -> Self {
         let checkpoint = tiny();
-        let network = MemoryNetwork::new();
         let (link, events) = network.link();
         let (coordinator_peer, coordinator_address) = (link.local(), link.addresses()[0].clone());
         let digest = checkpoint.digest();

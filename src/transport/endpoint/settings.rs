@@ -99,7 +99,7 @@ impl Default for PathSettings {
             send_window: 8 << 20,
             stream_window: 1 << 20,
             connection_window: 20 << 20,
-            streams_max: 32,
+            streams_max: 72,
             share_fairly: true,
             keep_alive: Duration::from_secs(1),
             idle_timeout: Duration::from_secs(5),
