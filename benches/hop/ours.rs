@@ -96,9 +96,9 @@ async fn answer(link: Arc<dyn Link>, mut events: LinkEvents, heard: mpsc::Sender
             }
             Lane::Data if body[1] == ECHO => {
                 let echo = Bytes::copy_from_slice(&body[..1]);
-                link.send(peer, Lane::Data, echo).await.unwrap();
+                link.send(peer, Lane::Reply, echo).await.unwrap();
             }
-            Lane::Data => {}
+            Lane::Data | Lane::Reply => {}
         }
     }
 }
