@@ -4,6 +4,8 @@
 
 #[path = "transport/contract.rs"]
 mod contract;
+#[path = "transport/full.rs"]
+mod full;
 #[path = "transport/memory.rs"]
 mod memory;
 #[path = "transport/misbehave.rs"]

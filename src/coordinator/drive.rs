@@ -197,6 +197,7 @@ impl Shell {
                     }
                     Err(error) => Err(JobError::Diverged { why: error.to_string() }),
                 },
+                RoundOutput::Cancel { .. } if !self.settings.cancel_out_of_band => Ok(()),
                 RoundOutput::Cancel { below } => {
                     let peers: Vec<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
                     for peer in peers {
