@@ -6,6 +6,8 @@
 mod contract;
 #[path = "transport/far.rs"]
 mod far;
+#[path = "transport/full.rs"]
+mod full;
 #[path = "transport/memory.rs"]
 mod memory;
 #[path = "transport/misbehave.rs"]

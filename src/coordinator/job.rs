@@ -74,6 +74,8 @@ pub struct JobStats {
     pub max_in_flight: u32,
     /// Bytes of a single-position frame between two stages, header and payload.
     pub wire_bytes_per_position: u64,
+    /// Times that its ring was lost and it went on on another one.
+    pub heals: u32,
 }
 
 /// What a session says, in order. Exactly one `Finished` or `Failed` comes last.

@@ -400,6 +400,7 @@ impl Shell {
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
                     self.publish();
+                    self.resume_sessions();
                     self.probe_at = clock::now() + self.settings.probe_every;
                     self.probe_ring(clock::now());
                 }

@@ -112,7 +112,7 @@ pub struct Open {
     pub reach: u32,
     /// Layers in front of which hidden states cross the wire, ascending: fixed for the session.
     pub boundaries: Vec<u16>,
-    /// The encoding there.
+    /// The encoding there; see [`Open::encoding_at`].
     pub encoding: WireEncoding,
     /// How the tail picks tokens.
     pub sampling: Sampling,
@@ -269,6 +269,15 @@ pub enum Control {
         /// What the link said.
         reason: String,
     },
+}
+
+impl Open {
+    /// How hidden states cross the wire in front of `layer`. A hop at a layer that was no boundary when
+    /// the session was first opened must change no bit, so it carries them as they are.
+    #[must_use]
+    pub fn encoding_at(&self, layer: u16) -> WireEncoding {
+        if self.boundaries.contains(&layer) { self.encoding } else { WireEncoding::Bf16 }
+    }
 }
 
 impl Hello {

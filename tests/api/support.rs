@@ -298,6 +298,7 @@ pub(crate) fn token(at: usize, token: TokenId) -> Event {
 
 pub(crate) fn done(reason: Finish, committed: usize) -> Event {
     let stats = JobStats {
+        heals: 0,
         prompt_tokens: 5,
         committed: u32::try_from(committed).unwrap(),
         ttft_ms: 1.5,

@@ -109,6 +109,25 @@ async fn frames_that_overtake_one_another_change_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancel_only_saves_work() {
+    let (checkpoint, cut) = (tiny(), ranges("0:2 2:4 4:7"));
+    let request = request(&prompt(30), 60, Mode::Pipelined);
+    let expected = reference(&checkpoint, &cut, &request, WireEncoding::Fp8, &[]);
+    for cancel_out_of_band in [true, false] {
+        let rig = Rig::new(&cut, CoordinatorSettings { cancel_out_of_band, ..quick() }).await;
+        let run = rig.run(request.clone()).await;
+        assert_eq!(run.tokens, expected, "out of band: {cancel_out_of_band}");
+        let stats = run.stats();
+        let rejected = stats.frames_per_token > 1.0;
+        assert!(rejected, "drafts were rejected on the way: {stats:?}");
+        for computed in &stats.frames_computed_per_token {
+            assert!(*computed <= stats.frames_per_token, "{stats:?}");
+        }
+        rig.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sessions_at_once_equal_sessions_alone() {
     let (checkpoint, cut) = (tiny(), ranges("0:3 3:4 4:7"));
     let rig = Rig::new(&cut, quick()).await;
