@@ -136,3 +136,49 @@ fn accept(endpoint: &quinn::Endpoint) -> BoxFuture<'static, Option<quinn::Incomi
     let endpoint = endpoint.clone();
     async move { endpoint.accept().await }.boxed()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use libp2p::core::Endpoint as Role;
+    use libp2p::core::transport::{DialOpts, PortUse, Transport};
+    use libp2p::identity::Keypair;
+    use tokio::task::JoinSet;
+
+    use super::super::{PathBook, PathSettings, QuicTransport};
+    use super::*;
+
+    fn transport() -> QuicTransport {
+        QuicTransport::new(&Keypair::generate_ed25519(), PathSettings::default(), PathBook::new()).unwrap()
+    }
+
+    /// Whether the next who comes in has shown that it is where it says.
+    async fn comes_proven(listener: &mut Listener) -> bool {
+        loop {
+            match poll_fn(|cx| listener.poll(cx)).await {
+                Heard::Incoming(incoming) => return incoming.remote_address_validated(),
+                Heard::Up(_) => {}
+                Heard::Down(_) | Heard::Stumbled(_) | Heard::Lost => panic!("the listener failed"),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn in_a_crowd_a_stranger_proves_where_it_is() {
+        let mut dialler = transport();
+        let mut listener = transport().listener(ListenerId::next(), "127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = to_multiaddr(listener.local);
+        let mut dials = JoinSet::new();
+        let mut dial =
+            || dialler.dial(address.clone(), DialOpts { role: Role::Dialer, port_use: PortUse::New }).unwrap();
+        dials.spawn(dial());
+        assert!(!comes_proven(&mut listener).await, "alone it need not");
+        let crowd: Vec<_> = (0..UNPROVEN_MAX).map(|_| listener.handshake()).collect();
+        dials.spawn(dial());
+        assert!(comes_proven(&mut listener).await);
+        drop(crowd);
+        dials.spawn(dial());
+        assert!(!comes_proven(&mut listener).await, "nor when the crowd is gone");
+    }
+}

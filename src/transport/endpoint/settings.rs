@@ -92,15 +92,15 @@ pub struct PathSettings {
 impl Default for PathSettings {
     fn default() -> Self {
         Self {
-            congestion: Congestion::CubicWithFloor { floor_bytes: 1 << 20 },
+            congestion: Congestion::CubicWithFloor { floor_bytes: 768 << 10 },
             initial_window: 1 << 20,
             initial_rtt: Duration::from_millis(100),
-            acks: None,
+            acks: Some(AckFrequency { packets: 1, delay: Duration::from_millis(10) }),
             send_window: 8 << 20,
             stream_window: 1 << 20,
             connection_window: 20 << 20,
             streams_max: 72,
-            share_fairly: true,
+            share_fairly: false,
             keep_alive: Duration::from_secs(1),
             idle_timeout: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(5),

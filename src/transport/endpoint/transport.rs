@@ -123,7 +123,7 @@ impl QuicTransport {
         config
     }
 
-    fn listener(&self, id: ListenerId, local: SocketAddr) -> Result<Listener, EndpointError> {
+    pub(super) fn listener(&self, id: ListenerId, local: SocketAddr) -> Result<Listener, EndpointError> {
         let socket = socket::bound(local, &self.settings)?;
         let local = socket.local_addr()?;
         let key = ResetKey::derive(&self.identity, local);
