@@ -290,6 +290,14 @@ pub struct HopStatus {
     pub rtt_us: Option<u64>,
     /// Smoothed distance of single round trips from it, in microseconds.
     pub jitter_us: Option<u64>,
+    /// Bytes of frames sent and not yet taken in at the other end.
+    pub in_flight: u64,
+    /// Bytes of frames that may be: what the other end's credits allow.
+    pub window: u64,
+    /// Bytes per second that get through at most; 0 before anything did.
+    pub rate: u64,
+    /// Frames that wait to be sent.
+    pub queued: u32,
 }
 
 /// The ring, for `/ring`.

@@ -19,11 +19,12 @@ use crate::coordinator::job::{HopStatus, JobError, MemberStatus, ModelFacts, Rin
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
 use crate::ids::{Node, SessionId, View};
+use crate::node::hop::hop_report;
 use crate::proto::codec::{self, Data};
-use crate::proto::control::{Control, Hello, Role};
+use crate::proto::control::{Control, Hello, HopReport, Role};
 use crate::proto::greeter::{Greeter, Greeting};
 use crate::proto::heartbeats::Heartbeats;
-use crate::proto::liveness::{LivenessConfig, LivenessOutput, RoundTrip};
+use crate::proto::liveness::{LivenessConfig, LivenessOutput};
 use crate::transport::redial::{Redial, peer_of};
 use crate::transport::{Lane, Link, LinkError, LinkEvent, LinkEvents};
 
@@ -434,12 +435,12 @@ impl Shell {
     fn hops(&self, whole: &[&Member]) -> Vec<HopStatus> {
         let Some(head) = whole.first() else { return Vec::new() };
         let ours = self.link.local();
-        let first = hop_status(ours, head.peer, self.heartbeats.rtt(head.peer));
+        let first = hop_report(self.link.as_ref(), head.peer, self.heartbeats.rtt(head.peer));
         let reported = whole.iter().filter_map(|member| {
             let hop = member.report.as_ref()?.hop.as_ref()?;
-            Some(hop_status(member.peer, hop.to, hop.rtt))
+            Some(hop_status(member.peer, hop))
         });
-        std::iter::once(first).chain(reported).collect()
+        std::iter::once(hop_status(ours, &first)).chain(reported).collect()
     }
 
     fn member_status(&self, member: &Member, in_ring: bool) -> MemberStatus {
@@ -472,12 +473,16 @@ impl Shell {
     }
 }
 
-fn hop_status(from: Node, to: Node, rtt: Option<RoundTrip>) -> HopStatus {
+fn hop_status(from: Node, hop: &HopReport) -> HopStatus {
     HopStatus {
         from: from.to_string(),
-        to: to.to_string(),
-        rtt_us: rtt.map(|rtt| micros(rtt.mean)),
-        jitter_us: rtt.map(|rtt| micros(rtt.jitter)),
+        to: hop.to.to_string(),
+        rtt_us: hop.rtt.map(|rtt| micros(rtt.mean)),
+        jitter_us: hop.rtt.map(|rtt| micros(rtt.jitter)),
+        in_flight: hop.in_flight,
+        window: hop.window,
+        rate: hop.rate,
+        queued: hop.queued,
     }
 }
 

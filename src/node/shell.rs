@@ -19,6 +19,7 @@ use crate::engine::EngineFacts;
 use crate::ids::Node;
 use crate::node::counters::Counters;
 use crate::node::dial::{self, DIALS_MAX, Dialled};
+use crate::node::hop::hop_report;
 use crate::node::leave::{LEAVE_SEQ, Leaving};
 use crate::node::membership::{Membership, Output};
 use crate::node::serve::{ServeError, StageEvent};
@@ -358,7 +359,7 @@ impl Shell {
     fn hop(&self) -> Option<HopReport> {
         let route = self.membership.route()?;
         let to = route.successor.unwrap_or(route.coordinator);
-        Some(HopReport { to, rtt: self.heartbeats.rtt(to) })
+        Some(hop_report(self.link.as_ref(), to, self.heartbeats.rtt(to)))
     }
 
     /// Sends what is due, and cuts off who is dead.

@@ -171,6 +171,14 @@ pub struct HopReport {
     pub to: Node,
     /// From heartbeats; `None` before the first answer.
     pub rtt: Option<RoundTrip>,
+    /// Bytes of frames sent and not yet taken in at the other end.
+    pub in_flight: u64,
+    /// Bytes of frames that may be.
+    pub window: u64,
+    /// Bytes per second that get through at most; 0 before anything did.
+    pub rate: u64,
+    /// Frames that wait to be sent.
+    pub queued: u32,
 }
 
 /// Everything that is said on the control lane.

@@ -116,6 +116,10 @@ impl Serve for Script {
             to: "12D3KooWHead".into(),
             rtt_us: Some(310),
             jitter_us: None,
+            in_flight: 16_700,
+            window: 1 << 20,
+            rate: 0,
+            queued: 0,
         };
         let member = MemberStatus {
             peer: "12D3KooWHead".into(),
