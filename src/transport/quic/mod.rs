@@ -61,8 +61,8 @@ pub struct QuicSettings {
     /// How long a closing connection may take to deliver what is queued; default 500 ms. Larger
     /// makes [`Link::shutdown`] wait for peers that are dead.
     pub close_grace: Duration,
-    /// Connections that may come in, settled or not; default 256. Larger costs up to some 20 MiB
-    /// each while they flood.
+    /// Connections that may come in, settled or not; default 256. Larger costs up to
+    /// `path.connection_window` each while they flood.
     pub inbound_max: usize,
 }
 
