@@ -62,6 +62,13 @@ pub struct CoordinatorSettings {
     pub reply_deadline: Duration,
     /// The same for prompt chunks, which take every stage longer. Default 120 s.
     pub prefill_deadline: Duration,
+    /// Whether a cancel goes to every stage on control, ahead of the frames that it cancels.
+    /// Default yes; only there to measure what that saves. Without it, a stage learns of a new epoch
+    /// by the frame that opens it, and has computed what was in front of that one.
+    pub cancel_out_of_band: bool,
+    /// How long a session whose ring was lost waits for the next one, from its last token on.
+    /// Default 60 s; 0 fails it at once.
+    pub heal_wait: Duration,
     /// Pause between heartbeats to a stage. Default 300 ms; three missed make a stage suspect.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
@@ -84,6 +91,8 @@ impl Default for CoordinatorSettings {
             max_sessions: MAX_SESSIONS,
             reply_deadline: Duration::from_secs(20),
             prefill_deadline: Duration::from_secs(120),
+            cancel_out_of_band: true,
+            heal_wait: Duration::from_secs(60),
             heartbeat: HEARTBEAT,
             dead_after: DEAD_AFTER,
             probe_every: Duration::from_secs(2),

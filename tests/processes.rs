@@ -5,6 +5,7 @@ mod processes {
     mod copy;
     mod demo;
     mod faults;
+    mod heal;
     mod http;
     mod refusals;
     mod rig;

@@ -2,7 +2,8 @@
 //!
 //! Equal token ids for every cut of the layers, both encodings, drafted and plain, any number of
 //! frames in flight, greedy and sampled; clean ends inside a block; one session never touches
-//! another; a stage that dies is named, and the ring serves again once it is whole.
+//! another; a stage that dies is named, and the ring serves again once it is whole; with another stage
+//! for its layers, the session goes on as if nothing had been.
 
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
@@ -12,6 +13,8 @@ mod ends;
 mod equal;
 #[path = "ring/faults.rs"]
 mod faults;
+#[path = "ring/heal.rs"]
+mod heal;
 
 #[path = "ring/rig.rs"]
 mod rig;

@@ -4,8 +4,14 @@
 
 #[path = "transport/contract.rs"]
 mod contract;
+#[path = "transport/far.rs"]
+mod far;
+#[path = "transport/full.rs"]
+mod full;
 #[path = "transport/memory.rs"]
 mod memory;
+#[path = "transport/misbehave.rs"]
+mod misbehave;
 #[path = "transport/nodes.rs"]
 mod nodes;
 #[path = "transport/proxy.rs"]

@@ -69,6 +69,10 @@ pub struct CoordinatorArgs {
     /// Longest time without a reply before the stage that is to blame is looked for
     #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     pub reply_deadline: f64,
+    /// Seconds that a request waits for a stage to take the place of one that was lost, from its last
+    /// token on; 0 fails it at once
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
+    pub heal_wait: f64,
     /// Silence after which a stage counts as dead
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     pub dead_after: f64,
@@ -110,6 +114,7 @@ fn settings(args: &CoordinatorArgs) -> Result<CoordinatorSettings, Failure> {
         max_sessions: count("--max-sessions", args.max_sessions, 1, 4_096)?,
         reply_deadline: seconds("--reply-deadline", args.reply_deadline)?,
         dead_after: seconds("--dead-after", args.dead_after)?,
+        heal_wait: if args.heal_wait == 0.0 { Duration::ZERO } else { seconds("--heal-wait", args.heal_wait)? },
         ..CoordinatorSettings::default()
     })
 }

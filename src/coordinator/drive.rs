@@ -9,7 +9,7 @@ use crate::coordinator::handle::Command;
 use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
 use crate::coordinator::localize::blame;
 use crate::coordinator::run::Shell;
-use crate::coordinator::session::{CLOSE_DEADLINE, LOCALIZE_DEADLINE, Phase, Session};
+use crate::coordinator::session::{Arithmetic, CLOSE_DEADLINE, LOCALIZE_DEADLINE, Opening, Phase, Session};
 use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
@@ -48,22 +48,59 @@ impl Shell {
 
     fn start(&mut self, id: SessionId, request: Request, reader: Option<JobSide>) {
         let now = clock::now();
+        match self.opening(id, &request, &[], None, now) {
+            Ok(opening) => {
+                let mut session = Session::new(request, opening, reader, now);
+                session.wire_bytes_per_position = self.wire_bytes(session.arithmetic.encoding);
+                self.sessions.insert(id, session);
+                self.open(id);
+            }
+            Err(error) => self.end_unstarted(reader, error),
+        }
+    }
+
+    /// Opens a session on every stage, and sends its first frames.
+    fn open(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        for (peer, _) in &session.ring {
+            self.send(*peer, &Control::Open(session.open.clone()));
+        }
+        self.drain_round(id);
+    }
+
+    /// How a session is opened on the ring as it stands: with the committed tokens but the last one as
+    /// a part of the prompt, so that the first answer is the last committed token again.
+    fn opening(
+        &self,
+        id: SessionId,
+        request: &Request,
+        committed: &[TokenId],
+        arithmetic: Option<&Arithmetic>,
+        now: Instant,
+    ) -> Result<Opening, JobError> {
         let whole = self.ring.whole();
         let ring: Vec<(Node, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
         // A stage that drains is still there, and takes no session.
         if let Some(why) = self.ring.missing() {
-            return self.end_unstarted(reader, JobError::NotReady { why });
+            return Err(JobError::NotReady { why });
         }
         let drafts = match request.mode.unwrap_or_default() {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),
             Mode::Plain => 0,
         };
-        let encoding = request.encoding.unwrap_or(self.settings.encoding);
-        let prompt_len = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        let arithmetic = arithmetic.cloned().unwrap_or_else(|| Arithmetic {
+            boundaries: ring.iter().skip(1).map(|(_, range)| range.lo()).collect(),
+            encoding: request.encoding.unwrap_or(self.settings.encoding),
+        });
+        let replayed = committed.len().saturating_sub(1);
+        let mut prompt = request.prompt.clone();
+        prompt.extend_from_slice(&committed[..replayed]);
+        let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+        let max_new = request.max_new - u32::try_from(replayed).unwrap_or(u32::MAX).min(request.max_new);
         let stages = u32::try_from(ring.len()).unwrap_or(u32::MAX);
         let chunk = self.settings.prefill_chunk.min(prompt_len);
-        let positions = prompt_len.saturating_add(request.max_new);
+        let positions = prompt_len.saturating_add(max_new);
         let reach = (draft_block + 1)
             .max(self.settings.in_flight_max)
             .max(chunk.saturating_mul(stages + 1))
@@ -74,25 +111,15 @@ impl Shell {
             prompt_len,
             positions,
             reach,
-            boundaries: ring.iter().skip(1).map(|(_, range)| range.lo()).collect(),
-            encoding,
+            boundaries: arithmetic.boundaries.clone(),
+            encoding: arithmetic.encoding,
             sampling: request.sampling,
             draft_block: drafts,
             want: Want { scores: request.score },
         };
-        let round = match Round::new(self.round_config(&open, request, chunk), now) {
-            Ok(round) => round,
-            Err(error) => return self.end_unstarted(reader, JobError::Diverged { why: error.to_string() }),
-        };
-        for (peer, _) in &ring {
-            self.send(*peer, &Control::Open(open.clone()));
-        }
-        let mut session = Session::new(round, ring, reader, now);
-        session.prompt_len = prompt_len;
-        session.drafted = drafts > 0;
-        session.wire_bytes_per_position = self.wire_bytes(encoding);
-        self.sessions.insert(id, session);
-        self.drain_round(id);
+        let config = self.round_config(&open, request, (prompt, max_new, chunk));
+        let round = Round::new(config, now).map_err(|error| JobError::Diverged { why: error.to_string() })?;
+        Ok(Opening { open, round, ring, arithmetic, replayed })
     }
 
     fn end_unstarted(&self, reader: Option<JobSide>, error: JobError) {
@@ -101,12 +128,17 @@ impl Shell {
         }
     }
 
-    fn round_config(&self, open: &Open, request: Request, prefill_chunk: u32) -> RoundConfig {
+    fn round_config(
+        &self,
+        open: &Open,
+        request: &Request,
+        (prompt, max_new, prefill_chunk): (Vec<TokenId>, u32, u32),
+    ) -> RoundConfig {
         RoundConfig {
             view: open.view,
             session: open.session,
-            prompt: request.prompt,
-            max_new: request.max_new,
+            prompt,
+            max_new,
             eos: self.eos.clone(),
             ignore_eos: request.ignore_eos,
             in_flight_max: self.settings.in_flight_max,
@@ -165,6 +197,7 @@ impl Shell {
                     }
                     Err(error) => Err(JobError::Diverged { why: error.to_string() }),
                 },
+                RoundOutput::Cancel { .. } if !self.settings.cancel_out_of_band => Ok(()),
                 RoundOutput::Cancel { below } => {
                     let peers: Vec<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
                     for peer in peers {
@@ -262,6 +295,10 @@ impl Shell {
         {
             session.round.handle_stop();
             self.drain_round(id);
+        } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Parked { .. })) {
+            // Nothing is open on any stage.
+            self.close(id, RoundFinish::Stopped, clock::now());
+            self.finish(id);
         }
     }
 
@@ -319,18 +356,20 @@ impl Shell {
         let Some(session) = self.sessions.get(&id) else { return };
         let Phase::Localizing { waited, .. } = session.phase else { return };
         let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-        match blame(&session.ring, &session.probes, id, session.frames_sent) {
-            Some(blame) => {
-                let why = format!("no reply for {waited_ms} ms; {}", blame.why);
-                self.ring.handle_fault(blame.peer, &why, clock::now());
-                // The ring counts as broken before its readers hear of it.
-                self.drain_ring();
-                self.fail(id, stage_lost(blame.peer, blame.range, &why));
+        let tail = session.ring.last().copied();
+        let (peer, range, why) = match (blame(&session.ring, &session.probes, id, session.frames_sent), tail) {
+            (Some(blame), _) => (blame.peer, blame.range, format!("no reply for {waited_ms} ms; {}", blame.why)),
+            (None, Some((peer, range))) => {
+                let why = format!("no reply for {waited_ms} ms; every stage passed on what it received");
+                (peer, range, why)
             }
-            None => {
-                let why = "every stage passed on what it received".to_owned();
-                self.fail(id, JobError::Deadline { waited_ms, why });
-            }
+            (None, None) => return,
+        };
+        self.ring.handle_fault(peer, &why, clock::now());
+        // The ring counts as broken before its readers hear of it, and parks the session.
+        self.drain_ring();
+        if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Localizing { .. })) {
+            self.fail(id, stage_lost(peer, range, &why));
         }
     }
 
@@ -346,24 +385,74 @@ impl Shell {
         }
     }
 
-    /// The ring of the sessions is no more.
+    /// The ring of the sessions is no more: they wait for the next one.
     pub(super) fn handle_broken(&mut self, peer: Node, range: LayerRange, why: &str) {
         self.forget_round();
+        let now = clock::now();
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
-            let closing = self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Closing { .. }));
-            if closing {
+            let Some(session) = self.sessions.get_mut(&id) else { continue };
+            match session.phase {
                 // Its tokens are all committed: only the numbers may miss a stage.
-                self.finish(id);
-            } else {
-                self.fail(id, stage_lost(peer, range, why));
+                Phase::Closing { .. } => self.finish(id),
+                Phase::Running | Phase::Localizing { .. } | Phase::Parked { .. } if session.reader.is_none() => {
+                    self.abandon(id);
+                }
+                Phase::Running | Phase::Localizing { .. } => {
+                    session.park(stage_lost(peer, range, why), now + self.settings.heal_wait);
+                    tracing::warn!(session = %id, %range, why, "session waits for the ring");
+                    self.expire_parked(id, now);
+                }
+                Phase::Parked { .. } => {}
             }
         }
+        self.count_in_flight();
+    }
+
+    /// The ring is whole: sessions that waited go on, from the start of their history.
+    pub(super) fn resume_sessions(&mut self) {
+        let now = clock::now();
+        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
+            let Some(session) = self.sessions.get(&id) else { continue };
+            if !matches!(session.phase, Phase::Parked { .. }) {
+                continue;
+            }
+            match self.opening(id, &session.request, &session.committed, Some(&session.arithmetic), now) {
+                Ok(opening) => {
+                    tracing::info!(session = %id, replayed = opening.open.prompt_len, "session goes on");
+                    if let Some(session) = self.sessions.get_mut(&id) {
+                        session.resume(opening, now);
+                    }
+                    self.open(id);
+                }
+                Err(JobError::NotReady { .. }) => {}
+                Err(error) => self.fail(id, error),
+            }
+        }
+    }
+
+    /// Fails a session that has waited too long, with what it waited for.
+    fn expire_parked(&mut self, id: SessionId, now: Instant) {
+        let missing = self.ring.missing();
+        let Some(session) = self.sessions.get(&id) else { return };
+        let Phase::Parked { until, error } = &session.phase else { return };
+        if *until > now {
+            return;
+        }
+        let mut error = error.clone();
+        if let (JobError::StageLost { why, .. }, false) = (&mut error, self.settings.heal_wait.is_zero()) {
+            let waited = self.settings.heal_wait.as_secs_f64();
+            let missing = missing.unwrap_or_else(|| "the ring lost it again and again".to_owned());
+            *why = format!("{why}; nothing took its place in {waited} s: {missing}");
+        }
+        self.fail(id, error);
     }
 
     pub(super) fn sessions_timeout(&self) -> Option<Instant> {
         let of = |session: &Session| match &session.phase {
             Phase::Running => session.round.poll_timeout().map(|(at, _)| at),
-            Phase::Closing { until, .. } | Phase::Localizing { until, .. } => Some(*until),
+            Phase::Closing { until, .. } | Phase::Localizing { until, .. } | Phase::Parked { until, .. } => {
+                Some(*until)
+            }
         };
         self.sessions.values().filter_map(of).min()
     }
@@ -378,6 +467,7 @@ impl Shell {
                 }
                 Phase::Closing { until, .. } if *until <= now => self.finish(id),
                 Phase::Localizing { until, .. } if *until <= now => self.judge(id),
+                Phase::Parked { .. } => self.expire_parked(id, now),
                 Phase::Closing { .. } | Phase::Localizing { .. } => {}
             }
         }

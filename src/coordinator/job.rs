@@ -74,6 +74,8 @@ pub struct JobStats {
     pub max_in_flight: u32,
     /// Bytes of a single-position frame between two stages, header and payload.
     pub wire_bytes_per_position: u64,
+    /// Times that its ring was lost and it went on on another one.
+    pub heals: u32,
 }
 
 /// What a session says, in order. Exactly one `Finished` or `Failed` comes last.
@@ -288,6 +290,14 @@ pub struct HopStatus {
     pub rtt_us: Option<u64>,
     /// Smoothed distance of single round trips from it, in microseconds.
     pub jitter_us: Option<u64>,
+    /// Bytes of frames sent and not yet taken in at the other end.
+    pub in_flight: u64,
+    /// Bytes of frames that may be: what the other end's credits allow.
+    pub window: u64,
+    /// Bytes per second that get through at most; 0 before anything did.
+    pub rate: u64,
+    /// Frames that wait to be sent.
+    pub queued: u32,
 }
 
 /// The ring, for `/ring`.

@@ -15,6 +15,10 @@ pub struct Candidate {
     pub range: LayerRange,
     /// Whether it holds the drafter.
     pub drafts: bool,
+    /// Whether it failed a ring or is late: others of its range go first.
+    pub faulted: bool,
+    /// Whether it was in the ring before: it keeps its place.
+    pub incumbent: bool,
 }
 
 /// The offers leave layers uncovered, or cut them so that no tiling exists.
@@ -40,36 +44,58 @@ fn list(ranges: &[LayerRange]) -> String {
 
 /// Chooses stages that cover `0..layers` exactly once, in ring order.
 ///
-/// Prefers a drafting tail, then fewer stages, then lower peer ids.
+/// Prefers a drafting tail, then the fewest stages that failed, the fewest layers held by stages that are
+/// new to the ring, the fewest stages, and lower peer ids.
 ///
 /// # Errors
 /// [`PlanError`] says which layers to add.
 pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanError> {
-    // best[layer]: the preferred way to cover layer..layers, by (drafts, stages, peer).
+    // The preferred stage of each range, then the preferred way to cover layer..layers.
     let mut by_range: BTreeMap<(u16, u16), Candidate> = BTreeMap::new();
     for offer in offers {
         let key = (offer.range.lo(), offer.range.hi());
-        let better = by_range.get(&key).is_none_or(|held| (!offer.drafts, offer.peer) < (!held.drafts, held.peer));
+        let better = by_range.get(&key).is_none_or(|held| rank(offer) < rank(held));
         if better {
             by_range.insert(key, *offer);
         }
     }
-    let mut best: BTreeMap<u16, (bool, usize, Vec<Candidate>)> = BTreeMap::from([(layers, (true, 0, Vec::new()))]);
+    let mut best: BTreeMap<u16, Cover> = BTreeMap::from([(layers, Cover { drafts: true, ring: Vec::new() })]);
     for lo in (0..layers).rev() {
         let ways = by_range.range((lo, 0)..(lo + 1, 0)).filter_map(|(_, offer)| {
-            let (drafts, stages, rest) = best.get(&offer.range.hi())?;
-            let drafts = if offer.range.hi() == layers { offer.drafts } else { *drafts };
-            let mut ring = vec![*offer];
-            ring.extend_from_slice(rest);
-            Some((drafts, stages + 1, ring))
+            let rest = best.get(&offer.range.hi())?;
+            let drafts = if offer.range.hi() == layers { offer.drafts } else { rest.drafts };
+            let ring = std::iter::once(*offer).chain(rest.ring.iter().copied()).collect();
+            Some(Cover { drafts, ring })
         });
-        if let Some(way) = ways.min_by_key(|(drafts, stages, _)| (!drafts, *stages)) {
+        if let Some(way) = ways.min_by_key(Cover::cost) {
             best.insert(lo, way);
         }
     }
     match best.remove(&0) {
-        Some((_, _, ring)) => Ok(ring),
+        Some(cover) => Ok(cover.ring),
         None => Err(why_not(layers, offers)),
+    }
+}
+
+/// Which of the stages that hold one range goes first: the lower.
+fn rank(offer: &Candidate) -> (bool, bool, bool, Node) {
+    (offer.faulted, !offer.drafts, !offer.incumbent, offer.peer)
+}
+
+/// A way to cover the layers from one on.
+struct Cover {
+    /// Whether its tail drafts.
+    drafts: bool,
+    ring: Vec<Candidate>,
+}
+
+impl Cover {
+    /// The lower, the better.
+    fn cost(&self) -> (bool, usize, usize, usize) {
+        let faulted = self.ring.iter().filter(|offer| offer.faulted).count();
+        let new = self.ring.iter().filter(|offer| !offer.incumbent);
+        let moved = new.map(|offer| usize::from(offer.range.hi() - offer.range.lo())).sum();
+        (!self.drafts, faulted, moved, self.ring.len())
     }
 }
 
@@ -100,7 +126,7 @@ mod tests {
     use super::*;
 
     fn offer(text: &str, drafts: bool) -> Candidate {
-        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts }
+        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts, faulted: false, incumbent: false }
     }
 
     fn ranges(ring: &[Candidate]) -> Vec<String> {
@@ -125,6 +151,24 @@ mod tests {
         let ring = plan(7, &offers).unwrap();
         offers.reverse();
         assert_eq!(plan(7, &offers).unwrap(), ring);
+    }
+
+    #[test]
+    fn a_stage_that_failed_is_the_last_choice() {
+        let failed = Candidate { faulted: true, ..offer("3:7", true) };
+        let plain = offer("3:7", false);
+        let head = offer("0:3", false);
+        assert_eq!(plan(7, &[head, failed, plain]).unwrap(), [head, plain]);
+        assert_eq!(plan(7, &[head, failed]).unwrap(), [head, failed]);
+    }
+
+    #[test]
+    fn who_is_in_the_ring_stays_in_it() {
+        let kept = |text| Candidate { incumbent: true, ..offer(text, false) };
+        let (head, tail) = (kept("0:2"), kept("4:7"));
+        let offers = [offer("0:2", false), head, offer("2:4", false), offer("0:4", false), tail];
+        let ring = plan(7, &offers).unwrap();
+        assert_eq!((ranges(&ring), ring[0], ring[2]), (vec!["0:2".into(), "2:4".into(), "4:7".into()], head, tail));
     }
 
     #[test]

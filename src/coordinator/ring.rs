@@ -29,6 +29,8 @@ pub struct Member {
     pub draining: bool,
     /// It answers heartbeats late.
     pub suspect: bool,
+    /// The last ring that it was in broke on it, though it answers: others go first.
+    pub faulted: bool,
 }
 
 impl Member {
@@ -94,6 +96,8 @@ pub struct Ring {
     layers: u16,
     view: View,
     members: BTreeMap<Node, Member>,
+    /// Members of the last view that was joined.
+    incumbents: BTreeSet<Node>,
     state: State,
     outputs: VecDeque<Output>,
 }
@@ -106,6 +110,7 @@ impl Ring {
             layers,
             view: View(0),
             members: BTreeMap::new(),
+            incumbents: BTreeSet::new(),
             state: State::Waiting { why: String::new(), retry: None },
             outputs: VecDeque::new(),
         };
@@ -191,7 +196,7 @@ impl Ring {
             self.handle_gone(peer, "it offers another range", now);
         }
         self.view = self.view.max(offer.view);
-        let member = Member { peer, offer, report: None, draining: false, suspect: false };
+        let member = Member { peer, offer, report: None, draining: false, suspect: false, faulted: false };
         self.members.insert(peer, member);
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
@@ -212,16 +217,16 @@ impl Ring {
         if view != self.view {
             return;
         }
-        if let Some(range) = self.members.get(&lost).map(|member| member.offer.range) {
-            self.breaks(lost, range, format!("a neighbour lost it: {why}"), now);
-        }
+        self.handle_fault(lost, &format!("a neighbour lost it: {why}"), now);
     }
 
     /// A stage failed every session it was given, or stopped moving frames: the view is given up.
     pub fn handle_fault(&mut self, peer: Node, why: &str, now: Instant) {
-        if let Some(range) = self.members.get(&peer).map(|member| member.offer.range) {
-            self.breaks(peer, range, why.to_owned(), now);
-        }
+        let Some(member) = self.members.get_mut(&peer) else { return };
+        member.faulted = true;
+        let range = member.offer.range;
+        self.breaks(peer, range, why.to_owned(), now);
+        self.replace(now);
     }
 
     /// A member has joined.
@@ -291,23 +296,36 @@ impl Ring {
         }
     }
 
+    /// After a break: a spare takes the place at once; a stage that answers and failed gets a pause.
+    fn replace(&mut self, now: Instant) {
+        if matches!(self.state, State::Waiting { .. })
+            && let Ok(ring) = plan(self.layers, &self.candidates())
+            && ring.iter().all(|candidate| !candidate.faulted)
+        {
+            self.join(ring.iter().map(|member| member.peer).collect(), now);
+        }
+    }
+
     fn wait(&mut self, why: String, retry: Option<Instant>) {
         self.outputs.push_back(Output::Waiting { why: why.clone() });
         self.state = State::Waiting { why, retry };
     }
 
-    fn replan(&mut self, now: Option<Instant>) {
-        let candidates: Vec<Candidate> = self
-            .members
-            .values()
-            .filter(|member| !member.draining)
+    fn candidates(&self) -> Vec<Candidate> {
+        let offers = self.members.values().filter(|member| !member.draining);
+        offers
             .map(|member| Candidate {
                 peer: member.peer,
                 range: member.offer.range,
                 drafts: member.offer.draft_block > 0,
+                faulted: member.faulted || member.suspect,
+                incumbent: self.incumbents.contains(&member.peer),
             })
-            .collect();
-        match (plan(self.layers, &candidates), now) {
+            .collect()
+    }
+
+    fn replan(&mut self, now: Option<Instant>) {
+        match (plan(self.layers, &self.candidates()), now) {
             (Ok(ring), Some(now)) => self.join(ring.iter().map(|member| member.peer).collect(), now),
             (Ok(_), None) => {}
             (Err(error), _) => {
@@ -321,6 +339,7 @@ impl Ring {
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
         self.view = View(self.view.0 + 1);
+        self.incumbents = ring.iter().copied().collect();
         let neighbour = |at: Option<usize>| {
             at.and_then(|at| ring.get(at)).and_then(|peer| self.members.get(peer)).map(Member::neighbour)
         };

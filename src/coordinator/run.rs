@@ -19,11 +19,12 @@ use crate::coordinator::job::{HopStatus, JobError, MemberStatus, ModelFacts, Rin
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
 use crate::ids::{Node, SessionId, View};
+use crate::node::hop::hop_report;
 use crate::proto::codec::{self, Data};
-use crate::proto::control::{Control, Hello, Role};
+use crate::proto::control::{Control, Hello, HopReport, Role};
 use crate::proto::greeter::{Greeter, Greeting};
 use crate::proto::heartbeats::Heartbeats;
-use crate::proto::liveness::{LivenessConfig, LivenessOutput, RoundTrip};
+use crate::proto::liveness::{LivenessConfig, LivenessOutput};
 use crate::transport::redial::{Redial, peer_of};
 use crate::transport::{Lane, Link, LinkError, LinkEvent, LinkEvents};
 
@@ -252,7 +253,8 @@ impl Shell {
                 self.heartbeats.handle_heard(peer, clock::now());
                 match lane {
                     Lane::Control => self.handle_control(peer, &body),
-                    Lane::Data => self.handle_data(peer, body),
+                    Lane::Reply => self.handle_tail(peer, body),
+                    Lane::Data => self.refuse(peer, "a coordinator takes replies, a frame came".to_owned()),
                 }
             }
         }
@@ -354,14 +356,16 @@ impl Shell {
         }
     }
 
-    fn handle_data(&mut self, peer: Node, body: Bytes) {
+    fn handle_tail(&mut self, peer: Node, body: Bytes) {
         let tail = self.ring.whole().last().map(|member| member.peer);
         if tail != Some(peer) {
-            return tracing::debug!(%peer, "data of a peer that is not the tail is dropped");
+            return tracing::debug!(%peer, "a reply of a peer that is not the tail is dropped");
         }
         match codec::decode_data(body) {
             Ok(Data::Reply(reply)) => self.handle_reply(reply),
-            Ok(Data::Frame(_)) => self.refuse(peer, "expected a reply on the data lane, a frame came".to_owned()),
+            Ok(Data::Frame(_)) => {
+                self.refuse(peer, "expected a reply on the reply lane, its bytes are a frame".to_owned())
+            }
             Err(error) => self.refuse(peer, error.to_string()),
         }
     }
@@ -397,6 +401,7 @@ impl Shell {
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
                     self.publish();
+                    self.resume_sessions();
                     self.probe_at = clock::now() + self.settings.probe_every;
                     self.probe_ring(clock::now());
                 }
@@ -430,12 +435,12 @@ impl Shell {
     fn hops(&self, whole: &[&Member]) -> Vec<HopStatus> {
         let Some(head) = whole.first() else { return Vec::new() };
         let ours = self.link.local();
-        let first = hop_status(ours, head.peer, self.heartbeats.rtt(head.peer));
+        let first = hop_report(self.link.as_ref(), head.peer, self.heartbeats.rtt(head.peer));
         let reported = whole.iter().filter_map(|member| {
             let hop = member.report.as_ref()?.hop.as_ref()?;
-            Some(hop_status(member.peer, hop.to, hop.rtt))
+            Some(hop_status(member.peer, hop))
         });
-        std::iter::once(first).chain(reported).collect()
+        std::iter::once(hop_status(ours, &first)).chain(reported).collect()
     }
 
     fn member_status(&self, member: &Member, in_ring: bool) -> MemberStatus {
@@ -468,12 +473,16 @@ impl Shell {
     }
 }
 
-fn hop_status(from: Node, to: Node, rtt: Option<RoundTrip>) -> HopStatus {
+fn hop_status(from: Node, hop: &HopReport) -> HopStatus {
     HopStatus {
         from: from.to_string(),
-        to: to.to_string(),
-        rtt_us: rtt.map(|rtt| micros(rtt.mean)),
-        jitter_us: rtt.map(|rtt| micros(rtt.jitter)),
+        to: hop.to.to_string(),
+        rtt_us: hop.rtt.map(|rtt| micros(rtt.mean)),
+        jitter_us: hop.rtt.map(|rtt| micros(rtt.jitter)),
+        in_flight: hop.in_flight,
+        window: hop.window,
+        rate: hop.rate,
+        queued: hop.queued,
     }
 }
 

@@ -1,15 +1,18 @@
 //! One session in the coordinator: its round, its reader and its end.
 //!
+//! A session outlives its ring: when a stage is lost it waits for the next ring and replays its
+//! history there, and what its reader was told before must come out again.
+//!
 //! The reader's buffer is bounded: a reader that does not keep up loses its session, and is told so.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use crate::coordinator::job::{Event, Finish, JobError, JobSide, JobStats};
-use crate::ids::{LayerRange, Node, TokenId};
-use crate::proto::control::{SessionReport, StageReport};
+use crate::coordinator::job::{Event, Finish, JobError, JobSide, JobStats, Request};
+use crate::ids::{LayerRange, Node, TokenId, WireEncoding};
+use crate::proto::control::{Open, SessionReport, StageReport};
 use crate::proto::frame::Answer;
-use crate::proto::round::Round;
+use crate::proto::round::{Round, RoundStats};
 
 /// How long the stages may take to say what they computed, before the numbers go out without it.
 pub(crate) const CLOSE_DEADLINE: Duration = Duration::from_millis(500);
@@ -26,59 +29,142 @@ pub(crate) enum Phase {
     Closing { finish: Finish, pending: BTreeSet<Node>, until: Instant },
     /// A reply is overdue; the stages are asked how far its frames came.
     Localizing { waited: Duration, nonce: u64, pending: BTreeSet<Node>, until: Instant },
+    /// Its ring is no more; it waits for the next one, and fails with `error` if none comes.
+    Parked { error: JobError, until: Instant },
+}
+
+/// What a session's tokens depend on besides its request: fixed when it is first opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Arithmetic {
+    /// Layers in front of which hidden states are encoded, ascending, whether a hop is there or not.
+    pub(crate) boundaries: Vec<u16>,
+    /// The encoding there.
+    pub(crate) encoding: WireEncoding,
+}
+
+/// A session as it is opened on one ring.
+#[derive(Debug)]
+pub(crate) struct Opening {
+    pub(crate) open: Open,
+    pub(crate) round: Round,
+    /// Head first.
+    pub(crate) ring: Vec<(Node, LayerRange)>,
+    pub(crate) arithmetic: Arithmetic,
+    /// Committed tokens that are a part of the prompt.
+    pub(crate) replayed: usize,
 }
 
 /// One session.
 #[derive(Debug)]
 pub(crate) struct Session {
+    pub(crate) request: Request,
     pub(crate) round: Round,
     pub(crate) phase: Phase,
-    /// The stages it was opened on, head first.
+    /// What the stages were told.
+    pub(crate) open: Open,
+    /// The stages it is open on, head first.
     pub(crate) ring: Vec<(Node, LayerRange)>,
+    pub(crate) arithmetic: Arithmetic,
     /// Probe rounds of the coordinator itself have no reader.
     pub(crate) reader: Option<JobSide>,
+    /// Tokens that the reader was told.
+    pub(crate) committed: Vec<TokenId>,
+    /// Those of `committed` that the present round has in its prompt.
+    replayed: usize,
+    /// Prompt positions that the reader was told, from 0.
+    scored: u32,
     pub(crate) reports: BTreeMap<Node, SessionReport>,
     pub(crate) probes: BTreeMap<Node, StageReport>,
+    /// Frames sent into the present ring.
     pub(crate) frames_sent: u64,
     pub(crate) wire_bytes_per_position: u64,
-    pub(crate) prompt_len: u32,
-    pub(crate) drafted: bool,
+    /// Of the rounds before the present one.
+    past: RoundStats,
+    heals: u32,
     begun: Instant,
     first: Option<Instant>,
     last: Option<Instant>,
-    committed: u32,
+    /// When it has to be served again, if its ring was lost since the last token.
+    patience: Option<Instant>,
 }
 
 impl Session {
-    pub(crate) fn new(round: Round, ring: Vec<(Node, LayerRange)>, reader: Option<JobSide>, now: Instant) -> Self {
+    pub(crate) fn new(request: Request, opening: Opening, reader: Option<JobSide>, now: Instant) -> Self {
+        let Opening { open, round, ring, arithmetic, replayed } = opening;
         Self {
+            request,
             round,
             phase: Phase::Running,
+            open,
             ring,
+            arithmetic,
             reader,
+            committed: Vec::new(),
+            replayed,
+            scored: 0,
             reports: BTreeMap::new(),
             probes: BTreeMap::new(),
             frames_sent: 0,
             wire_bytes_per_position: 0,
-            prompt_len: 0,
-            drafted: false,
+            past: RoundStats::default(),
+            heals: 0,
             begun: now,
             first: None,
             last: None,
-            committed: 0,
+            patience: None,
         }
     }
 
-    /// A token is final.
+    /// Its ring is lost: it waits. Rings that are lost again before a token came don't extend the wait.
+    pub(crate) fn park(&mut self, error: JobError, until: Instant) {
+        let until = *self.patience.get_or_insert(until);
+        self.phase = Phase::Parked { error, until };
+    }
+
+    /// Goes on on another ring.
+    pub(crate) fn resume(&mut self, opening: Opening, now: Instant) {
+        let Opening { open, round, ring, replayed, .. } = opening;
+        self.past.absorb(self.round.stats());
+        (self.open, self.round, self.ring, self.replayed) = (open, round, ring, replayed);
+        self.phase = Phase::Running;
+        self.reports.clear();
+        self.probes.clear();
+        self.frames_sent = 0;
+        self.heals += 1;
+        tracing::debug!(after = ?self.last.map(|last| now.duration_since(last)), "round replaced");
+    }
+
+    /// A token is final: the `index`-th new one of the present round.
+    ///
+    /// # Errors
+    /// [`JobError::Diverged`] where another one was committed there before.
     pub(crate) fn commit(&mut self, index: u32, token: TokenId, now: Instant) -> Result<(), JobError> {
+        let at = self.replayed + index as usize;
+        if let Some(told) = self.committed.get(at) {
+            if *told == token {
+                return Ok(());
+            }
+            let why = format!(
+                "the healed ring puts token {token} at new token {at}, where {told} was committed before: \
+                 a stage computes differently, and nothing more is sent"
+            );
+            return Err(JobError::Diverged { why });
+        }
         self.first.get_or_insert(now);
         self.last = Some(now);
-        self.committed += 1;
+        self.patience = None;
+        self.committed.push(token);
+        let index = u32::try_from(at).unwrap_or(u32::MAX);
         self.tell(Event::Token { index, token })
     }
 
-    /// A prompt position is scored.
+    /// A prompt position is scored; what was told before is not told again.
     pub(crate) fn score(&mut self, pos: u32, answer: Answer) -> Result<(), JobError> {
+        if pos < self.scored || pos as usize >= self.request.prompt.len() {
+            return Ok(());
+        }
+        self.scored = pos + 1;
+        self.patience = None;
         self.tell(Event::Scored { pos, answer })
     }
 
@@ -88,23 +174,27 @@ impl Session {
 
     /// What was measured; definitions in `docs/protocol.md`.
     pub(crate) fn stats(&self) -> JobStats {
-        let round = self.round.stats();
-        let committed = f64::from(self.committed.max(1));
+        let mut round = self.past.clone();
+        round.absorb(self.round.stats());
+        let tokens = u32::try_from(self.committed.len()).unwrap_or(u32::MAX);
+        let drafted = self.open.draft_block > 0;
+        let committed = f64::from(tokens.max(1));
         let seconds = |from: Instant, to: Instant| to.duration_since(from).as_secs_f64();
         let decode = self.first.zip(self.last).map_or(0.0, |(first, last)| seconds(first, last));
-        let after_first = f64::from(self.committed.saturating_sub(1));
+        let after_first = f64::from(tokens.saturating_sub(1));
         let computed = |peer: &Node| self.reports.get(peer).map_or(f64::NAN, |report| as_f64(report.decoded));
         JobStats {
-            prompt_tokens: self.prompt_len,
-            committed: self.committed,
+            prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
+            committed: tokens,
             ttft_ms: self.first.map_or(0.0, |first| seconds(self.begun, first) * 1e3),
             tokens_per_second: if decode > 0.0 { after_first / decode } else { 0.0 },
-            acceptance_length: self.drafted.then(|| round.acceptance_length()),
-            accept_by_depth: self.drafted.then(|| round.accept_by_depth()),
+            acceptance_length: drafted.then(|| round.acceptance_length()),
+            accept_by_depth: drafted.then(|| round.accept_by_depth()),
             frames_per_token: round.frames_per_token(),
             frames_computed_per_token: self.ring.iter().map(|(peer, _)| computed(peer) / committed).collect(),
             max_in_flight: round.max_in_flight,
             wire_bytes_per_position: self.wire_bytes_per_position,
+            heals: self.heals,
         }
     }
 }

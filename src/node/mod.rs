@@ -7,6 +7,7 @@
 
 pub mod counters;
 mod dial;
+pub mod hop;
 pub mod leave;
 pub mod membership;
 pub mod serve;

@@ -19,6 +19,7 @@ use crate::engine::EngineFacts;
 use crate::ids::Node;
 use crate::node::counters::Counters;
 use crate::node::dial::{self, DIALS_MAX, Dialled};
+use crate::node::hop::hop_report;
 use crate::node::leave::{LEAVE_SEQ, Leaving};
 use crate::node::membership::{Membership, Output};
 use crate::node::serve::{ServeError, StageEvent};
@@ -188,6 +189,7 @@ impl Shell {
                 match lane {
                     Lane::Control => return self.handle_control(peer, &body),
                     Lane::Data => self.handle_data(peer, body),
+                    Lane::Reply => self.refuse(peer, "a stage takes frames, a reply came".to_owned()),
                 }
             }
         }
@@ -316,7 +318,9 @@ impl Shell {
                     tracing::debug!(%peer, view = %frame.head.view, "a frame of another view or peer is dropped");
                 }
             }
-            Ok(Data::Reply(_)) => self.refuse(peer, "expected a frame on the data lane, a reply came".to_owned()),
+            Ok(Data::Reply(_)) => {
+                self.refuse(peer, "expected a frame on the data lane, its bytes are a reply".to_owned())
+            }
             Err(error) => self.refuse(peer, error.to_string()),
         }
     }
@@ -355,7 +359,7 @@ impl Shell {
     fn hop(&self) -> Option<HopReport> {
         let route = self.membership.route()?;
         let to = route.successor.unwrap_or(route.coordinator);
-        Some(HopReport { to, rtt: self.heartbeats.rtt(to) })
+        Some(hop_report(self.link.as_ref(), to, self.heartbeats.rtt(to)))
     }
 
     /// Sends what is due, and cuts off who is dead.

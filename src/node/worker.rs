@@ -330,6 +330,11 @@ impl Worker {
         if !self.take_in(inputs) {
             return false;
         }
+        // A session goes on in the next view under its id: what an older view computed is not its own.
+        let view = work.heads.first().map(|head| head.view);
+        if self.route.map(|route| route.view) != view {
+            return true;
+        }
         let Some(session) = self.sessions.get_mut(&id) else { return true };
         let alive = work.heads.iter().map(|head| session.handle_computed(head));
         let bodies: Vec<Bytes> = alive.zip(results).filter(|(alive, _)| *alive).map(|(_, body)| body).collect();
@@ -340,10 +345,13 @@ impl Worker {
     /// it died idle, so they are the first on it.
     fn forward(&mut self, bodies: Vec<Bytes>, inputs: &Receiver<Input>) -> bool {
         let Some(route) = self.route else { return true };
-        let to = route.successor.unwrap_or(route.coordinator);
+        let (to, lane) = match route.successor {
+            Some(successor) => (successor, Lane::Data),
+            None => (route.coordinator, Lane::Reply),
+        };
         let until = clock::now() + MEND_DEADLINE;
         for body in bodies {
-            let mut sent = send(&self.parts, to, Lane::Data, body.clone());
+            let mut sent = send(&self.parts, to, lane, body.clone());
             while matches!(sent, Err(LinkError::NotConnected { .. })) && clock::now() < until {
                 std::thread::sleep(MEND_LOOK);
                 if !self.take_in(inputs) {
@@ -352,7 +360,7 @@ impl Worker {
                 if self.route != Some(route) {
                     return true;
                 }
-                sent = send(&self.parts, to, Lane::Data, body.clone());
+                sent = send(&self.parts, to, lane, body.clone());
             }
             if let Err(error) = sent {
                 self.tell(Control::NeighbourLost { view: route.view, peer: to, reason: error.to_string() });
@@ -367,7 +375,9 @@ impl Worker {
         let session = self.sessions.get_mut(&id).ok_or("the session was closed")?;
         let engine = self.parts.engine.as_mut();
         let (hc, dim) = (engine.facts().hc, engine.facts().dim);
-        let wire = Wire::new(session.open.encoding, hc, dim);
+        let range = engine.facts().range;
+        let wire = |layer| Wire::new(session.open.encoding_at(layer), hc, dim);
+        let (wire_in, wire_out) = (wire(range.lo()), wire(range.hi()));
         let hidden = if engine.facts().is_head() {
             for payload in &work.payloads {
                 if !payload.is_empty() {
@@ -379,7 +389,7 @@ impl Worker {
             }
             None
         } else {
-            decode_payloads(work, &wire, &mut self.hidden)?;
+            decode_payloads(work, &wire_in, &mut self.hidden)?;
             Some(&self.hidden[..])
         };
         let chunk = Chunk { session: id, pos: work.pos(), ids: &work.ids, hidden, logits_from: work.logits_from() };
@@ -390,7 +400,7 @@ impl Worker {
                 let replies = replies.map_err(|error| error.to_string())?;
                 replies.iter().map(|reply| codec::encode_reply(reply).map_err(|error| error.to_string())).collect()
             }
-            None => encode_frames(work, &wire, hc * dim, &self.output.hidden),
+            None => encode_frames(work, &wire_out, hc * dim, &self.output.hidden),
         }
     }
 

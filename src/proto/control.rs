@@ -112,7 +112,7 @@ pub struct Open {
     pub reach: u32,
     /// Layers in front of which hidden states cross the wire, ascending: fixed for the session.
     pub boundaries: Vec<u16>,
-    /// The encoding there.
+    /// The encoding there; see [`Open::encoding_at`].
     pub encoding: WireEncoding,
     /// How the tail picks tokens.
     pub sampling: Sampling,
@@ -171,6 +171,14 @@ pub struct HopReport {
     pub to: Node,
     /// From heartbeats; `None` before the first answer.
     pub rtt: Option<RoundTrip>,
+    /// Bytes of frames sent and not yet taken in at the other end.
+    pub in_flight: u64,
+    /// Bytes of frames that may be.
+    pub window: u64,
+    /// Bytes per second that get through at most; 0 before anything did.
+    pub rate: u64,
+    /// Frames that wait to be sent.
+    pub queued: u32,
 }
 
 /// Everything that is said on the control lane.
@@ -269,6 +277,15 @@ pub enum Control {
         /// What the link said.
         reason: String,
     },
+}
+
+impl Open {
+    /// How hidden states cross the wire in front of `layer`. A hop at a layer that was no boundary when
+    /// the session was first opened must change no bit, so it carries them as they are.
+    #[must_use]
+    pub fn encoding_at(&self, layer: u16) -> WireEncoding {
+        if self.boundaries.contains(&layer) { self.encoding } else { WireEncoding::Bf16 }
+    }
 }
 
 impl Hello {

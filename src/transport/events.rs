@@ -8,19 +8,23 @@ use std::task::{Context, Poll};
 
 use tokio::sync::{Semaphore, mpsc};
 
+use super::inflow::{Inflow, Ticket};
 use super::{EVENT_BYTES_MAX, EVENT_QUEUE_MAX, LinkEvent};
 
-/// An event and the bytes it holds of the queue's budget.
+/// An event, the bytes it holds of the queue's budget, and whom to tell when it is taken.
 #[derive(Debug)]
 struct Held {
     event: LinkEvent,
     cost: u32,
+    receipt: Option<(Arc<Inflow>, Ticket)>,
 }
 
 /// The owner's end of a link: what happened, in the order it happened per peer.
 ///
 /// While nobody takes events, at most [`EVENT_QUEUE_MAX`] of them and [`EVENT_BYTES_MAX`] bytes of
-/// bodies wait here, and the link reads nothing further from any peer.
+/// bodies wait here, and the link reads nothing further from any peer. A QUIC connection has an
+/// eighth of the queue for each lane, and a frame's credit goes back to its sender when it is taken
+/// from here.
 #[derive(Debug)]
 pub struct LinkEvents {
     queue: mpsc::Receiver<Held>,
@@ -49,6 +53,28 @@ pub(crate) fn event_queue() -> (EventSender, LinkEvents) {
 impl EventSender {
     /// Queues an event, waiting for room. Dropped while waiting, it queues nothing.
     pub(crate) async fn send(&self, event: LinkEvent) -> Result<(), NoOwner> {
+        self.queue(event, None).await
+    }
+
+    /// Queues a body of a connection, waiting also for a place in the connection's share of the
+    /// queue; the connection learns when it is taken. Dropped while waiting, it queues nothing.
+    pub(crate) async fn send_body(
+        &self,
+        event: LinkEvent,
+        inflow: &Arc<Inflow>,
+        ticket: Ticket,
+    ) -> Result<(), NoOwner> {
+        let place = tokio::select! {
+            biased;
+            place = inflow.place(ticket.lane) => place.map_err(|_| NoOwner)?,
+            () = self.queue.closed() => return Err(NoOwner),
+        };
+        self.queue(event, Some((Arc::clone(inflow), ticket))).await?;
+        place.forget();
+        Ok(())
+    }
+
+    async fn queue(&self, event: LinkEvent, receipt: Option<(Arc<Inflow>, Ticket)>) -> Result<(), NoOwner> {
         let cost = match &event {
             LinkEvent::Received { body, .. } => u32::try_from(body.len()).unwrap_or(u32::MAX).min(EVENT_BYTES_MAX),
             LinkEvent::Connected { .. } | LinkEvent::Disconnected { .. } => 0,
@@ -66,7 +92,7 @@ impl EventSender {
         if let Some(permit) = permit {
             permit.forget();
         }
-        slot.send(Held { event, cost });
+        slot.send(Held { event, cost, receipt });
         Ok(())
     }
 }
@@ -74,6 +100,9 @@ impl EventSender {
 impl LinkEvents {
     fn release(&self, held: Held) -> LinkEvent {
         self.budget.add_permits(held.cost as usize);
+        if let Some((inflow, ticket)) = held.receipt {
+            inflow.taken(ticket);
+        }
         held.event
     }
 
@@ -102,6 +131,7 @@ mod tests {
     use futures::FutureExt;
 
     use super::super::Lane;
+    use super::super::inflow::SHARE;
     use super::*;
     use crate::ids::Node;
 
@@ -134,6 +164,32 @@ mod tests {
         assert_eq!(send_now(&sender, body(1)), None, "the budget is used up");
         assert!(events.try_recv().is_some());
         assert_eq!(send_now(&sender, body(1)), Some(Ok(())), "taking an event frees its bytes");
+    }
+
+    #[tokio::test]
+    async fn a_connection_has_a_share_of_each_lane_and_learns_what_is_taken() {
+        let (sender, mut events) = event_queue();
+        let inflow = Arc::new(Inflow::new(1 << 20));
+        let send = |lane| {
+            let event = LinkEvent::Received { peer: Node::random(), lane, body: Bytes::from(vec![0; 10]) };
+            let ticket = Ticket { lane, cost: 14, arrived: crate::clock::now(), asked: true };
+            tokio::task::unconstrained(sender.send_body(event, &inflow, ticket)).now_or_never()
+        };
+        for lane in [Lane::Control, Lane::Data, Lane::Reply] {
+            for _ in 0..SHARE {
+                assert_eq!(send(lane), Some(Ok(())));
+            }
+            assert_eq!(send(lane), None, "{lane:?} is full");
+        }
+        assert_eq!(send_now(&sender, body(1)), Some(Ok(())), "others have room");
+        for _ in 0..SHARE {
+            assert!(events.try_recv().is_some());
+        }
+        assert_eq!((send(Lane::Control), send(Lane::Data)), (Some(Ok(())), None));
+        assert!(inflow.due().now_or_never().is_none(), "control costs no credit");
+        assert!(events.try_recv().is_some());
+        assert_eq!(inflow.due().await.taken, 14);
+        assert_eq!(send(Lane::Data), Some(Ok(())));
     }
 
     #[tokio::test]

@@ -1,7 +1,10 @@
 //! Links in memory, for tests and for simulating shells.
 //!
 //! Owns a network of named links with a one-way delay per hop, cuts that drop silently as a frozen
-//! or partitioned peer does, and kills. Time is tokio's, so a paused runtime drives it.
+//! or partitioned peer does, and kills. Frames can be made to overtake one another, as they do on
+//! several lanes. Time is tokio's, so a paused runtime drives it.
+//!
+//! Nothing is measured here and no credit is asked for: queues alone are bounded.
 
 mod pump;
 
@@ -18,6 +21,7 @@ use libp2p::{Multiaddr, PeerId};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use self::pump::{Parcel, Pump};
+use super::credit::HopStats;
 use super::events::{EventSender, event_queue};
 use super::{Lane, Link, LinkError, LinkEvents, SEND_QUEUE_MAX, split_peer, with_peer};
 use crate::ids::Node;
@@ -32,11 +36,16 @@ pub struct MemorySettings {
     pub stall_deadline: Duration,
     /// How long a dial may take; default 5 s.
     pub dial_deadline: Duration,
+    /// Delivers frames that are under way together in a random order, drawn from this seed; default
+    /// `None`: in the order they were sent. To have some together, each is held back for a
+    /// millisecond.
+    pub shuffle: Option<u64>,
 }
 
 impl Default for MemorySettings {
     fn default() -> Self {
-        Self { delay: Duration::ZERO, stall_deadline: Duration::from_secs(5), dial_deadline: Duration::from_secs(5) }
+        let (stall_deadline, dial_deadline) = (Duration::from_secs(5), Duration::from_secs(5));
+        Self { delay: Duration::ZERO, stall_deadline, dial_deadline, shuffle: None }
     }
 }
 
@@ -68,20 +77,19 @@ struct State {
 struct Host {
     events: EventSender,
     sides: BTreeMap<Node, Side>,
+    /// Closes when the last connection with a peer has had its last event.
+    over: BTreeMap<Node, watch::Receiver<()>>,
 }
 
 /// One peer's end of a connection; dropped, the other end drains what was queued and ends.
 #[derive(Debug)]
 struct Side {
     connection: u64,
-    control: mpsc::Sender<Parcel>,
-    data: mpsc::Sender<Parcel>,
+    lanes: [mpsc::Sender<Parcel>; 3],
     /// Ends this side's pump, with the reason for its owner.
     stop: Option<oneshot::Sender<String>>,
     /// Whether this side's owner was told of the connection.
     up: watch::Receiver<bool>,
-    /// Closes when this side's pump is through with its last event.
-    over: watch::Receiver<()>,
     /// The reason that the other side gives to its owner.
     said: Arc<OnceLock<String>>,
     /// Bodies queued on control.
@@ -170,7 +178,7 @@ impl MemoryNetwork {
         let mut state = self.net.lock();
         state.hosts_made += 1;
         let node = Node { peer, start: state.hosts_made };
-        state.hosts.insert(node, Host { events, sides: BTreeMap::new() });
+        state.hosts.insert(node, Host { events, sides: BTreeMap::new(), over: BTreeMap::new() });
         drop(state);
         (Arc::new(MemoryLink { net: Arc::clone(&self.net), node }), receiver)
     }
@@ -239,11 +247,13 @@ impl MemoryLink {
         }
         let side = state.hosts.get(&self.node).and_then(|host| host.sides.get(&peer));
         let side = side.ok_or(LinkError::NotConnected { peer })?;
+        let [control, data, reply] = &side.lanes;
         let queue = match lane {
-            Lane::Control => side.control.clone(),
-            Lane::Data => side.data.clone(),
+            Lane::Control => control,
+            Lane::Data => data,
+            Lane::Reply => reply,
         };
-        Ok(SendQueue { lane, queue, control_taken: Arc::clone(&side.control_taken) })
+        Ok(SendQueue { lane, queue: queue.clone(), control_taken: Arc::clone(&side.control_taken) })
     }
 
     /// The parcel to queue, or `None` where a cut swallows it.
@@ -313,24 +323,25 @@ impl SendQueue {
     }
 }
 
-/// Two lanes of one direction.
+/// The lanes of one direction: control, frames, replies.
 struct Wire {
-    sender: [mpsc::Sender<Parcel>; 2],
-    receiver: [mpsc::Receiver<Parcel>; 2],
+    sender: [mpsc::Sender<Parcel>; 3],
+    receiver: [mpsc::Receiver<Parcel>; 3],
 }
 
 impl Wire {
     fn new() -> Self {
         let (control, control_rx) = mpsc::channel(SEND_QUEUE_MAX);
         let (data, data_rx) = mpsc::channel(SEND_QUEUE_MAX);
-        Self { sender: [control, data], receiver: [control_rx, data_rx] }
+        let (reply, reply_rx) = mpsc::channel(SEND_QUEUE_MAX);
+        Self { sender: [control, data, reply], receiver: [control_rx, data_rx, reply_rx] }
     }
 }
 
 /// Both directions, as one side holds them.
 struct Wires {
-    out: [mpsc::Sender<Parcel>; 2],
-    inward: [mpsc::Receiver<Parcel>; 2],
+    out: [mpsc::Sender<Parcel>; 3],
+    inward: [mpsc::Receiver<Parcel>; 3],
     said: Arc<OnceLock<String>>,
     heard: Arc<OnceLock<String>>,
 }
@@ -349,22 +360,18 @@ struct Seat {
 /// first. `None` where the owner is dead.
 fn seat(net: &Arc<Net>, state: &mut State, seat: Seat, wires: Wires) -> Option<watch::Receiver<bool>> {
     let host = state.hosts.get_mut(&seat.owner)?;
-    let before = host.sides.remove(&seat.other).map(|old| {
-        let over = old.over.clone();
+    if let Some(old) = host.sides.remove(&seat.other) {
         old.end("the peer connected anew", "the peer connected anew");
-        over
-    });
+    }
     let (stop, stopped) = oneshot::channel();
     let (up_sender, up) = watch::channel(false);
     let (over_sender, over) = watch::channel(());
-    let [control, data] = wires.out;
+    let before = host.over.insert(seat.other, over);
     let side = Side {
         connection: seat.connection,
-        control,
-        data,
+        lanes: wires.out,
         stop: Some(stop),
         up: up.clone(),
-        over,
         said: wires.said,
         control_taken: Arc::default(),
     };
@@ -467,6 +474,10 @@ impl Link for MemoryLink {
         if let Some(side) = side {
             side.end(reason, &format!("the peer closed the connection: {reason}"));
         }
+    }
+
+    fn hop_stats(&self, _: Node) -> Option<HopStats> {
+        None
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {

@@ -1,11 +1,14 @@
 //! Frames between peers: the trait [`Link`], one implementation over libp2p QUIC and one in memory.
 //!
-//! A link carries opaque bodies between named peers over two ordered lanes per direction. It knows
-//! connections and queues; it knows no frame, no view and no session.
+//! A link carries opaque bodies between named peers: control messages in their order, frames and
+//! replies in whatever order they arrive. It knows connections and queues; it knows no view and no
+//! session.
 
+pub mod credit;
 pub mod endpoint;
 mod events;
 pub mod identity;
+mod inflow;
 pub mod memory;
 pub mod quic;
 pub mod redial;
@@ -18,6 +21,7 @@ use libp2p::{Multiaddr, PeerId};
 
 use crate::ids::Node;
 
+pub use credit::HopStats;
 pub use events::LinkEvents;
 
 /// Longest body that a lane carries, in bytes; longer ones are refused on both sides, before
@@ -27,32 +31,38 @@ pub const BODY_BYTES_MAX: u32 = 64 << 20;
 /// Longest body on the control lane, in bytes.
 pub const CONTROL_BYTES_MAX: u32 = 1 << 20;
 
+/// Longest reply, in bytes: they wait for no credit.
+pub const REPLY_BYTES_MAX: u32 = 8 << 20;
+
 /// Bodies that wait to be sent, per peer and lane.
 pub const SEND_QUEUE_MAX: usize = 256;
 
-/// Events that wait to be taken by the owner of a link.
+/// Events that wait to be taken by the owner of a link; of one connection's bodies, an eighth of them
+/// for each lane.
 pub const EVENT_QUEUE_MAX: usize = 1024;
 
 /// Bytes of bodies that wait to be taken by the owner of a link.
 pub const EVENT_BYTES_MAX: u32 = 4 * BODY_BYTES_MAX;
 
-/// An ordered stream of bodies; lanes don't block one another.
+/// What a body is, which says how it travels. Lanes don't block one another.
 ///
-/// On a new connection, the first body on [`Lane::Data`] comes after every body that was queued on
-/// [`Lane::Control`] before it, so a greeting is heard before what it introduces. From then on the
-/// lanes know no order between them.
+/// On a new connection, a body on [`Lane::Data`] or [`Lane::Reply`] comes after every body that was
+/// queued on [`Lane::Control`] before the connection's first ones, so a greeting is heard before
+/// what it introduces. From then on the lanes know no order between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// Control messages: opened first, never behind data.
+    /// Control messages: in the order they were queued, never behind frames or replies.
     Control,
-    /// Frames and replies.
+    /// Frames: in any order; how many may be under way is bounded by what the peer's owner takes.
     Data,
+    /// Replies: in any order, before frames that wait.
+    Reply,
 }
 
 /// What happens on a link, in the order it happened per peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LinkEvent {
-    /// A connection to a peer stands and both lanes can be used. Comes once per peer until
+    /// A connection to a peer stands and all lanes can be used. Comes once per peer until
     /// [`LinkEvent::Disconnected`].
     Connected {
         /// The peer, proven by its key.
@@ -146,6 +156,9 @@ pub trait Link: Send + Sync + 'static {
     /// Closes the connection to a peer; [`LinkEvent::Disconnected`] follows with this reason.
     fn disconnect(&self, peer: Node, reason: &str);
 
+    /// What is known of the hop to a peer; `None` where there is none, or where nothing is measured.
+    fn hop_stats(&self, peer: Node) -> Option<HopStats>;
+
     /// Closes everything and stops listening.
     fn shutdown(&self) -> BoxFuture<'_, ()>;
 }
@@ -157,6 +170,7 @@ impl Lane {
         match self {
             Self::Control => CONTROL_BYTES_MAX,
             Self::Data => BODY_BYTES_MAX,
+            Self::Reply => REPLY_BYTES_MAX,
         }
     }
 

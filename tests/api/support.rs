@@ -116,6 +116,10 @@ impl Serve for Script {
             to: "12D3KooWHead".into(),
             rtt_us: Some(310),
             jitter_us: None,
+            in_flight: 16_700,
+            window: 1 << 20,
+            rate: 0,
+            queued: 0,
         };
         let member = MemberStatus {
             peer: "12D3KooWHead".into(),
@@ -298,6 +302,7 @@ pub(crate) fn token(at: usize, token: TokenId) -> Event {
 
 pub(crate) fn done(reason: Finish, committed: usize) -> Event {
     let stats = JobStats {
+        heals: 0,
         prompt_tokens: 5,
         committed: u32::try_from(committed).unwrap(),
         ttft_ms: 1.5,

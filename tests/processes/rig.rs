@@ -343,7 +343,9 @@ impl Listening {
     pub(crate) fn start(keys: &Keys, more: &[&str]) -> Self {
         let identity = keys.file("coordinator");
         let common = ["--identity", &identity, "--http", "127.0.0.1:0", "--parent-pipe"];
-        let mut process = Process::start(COORDINATOR, &[&common, more].concat());
+        // Tests of what is lost want to hear of it.
+        let at_once: &[&str] = if more.contains(&"--heal-wait") { &[] } else { &["--heal-wait", "0"] };
+        let mut process = Process::start(COORDINATOR, &[&common, at_once, more].concat());
         let said = process.says("LISTENING ");
         let text = |pointer: &str| said.pointer(pointer).and_then(Value::as_str).unwrap().to_owned();
         Self { process, url: text("/http"), peer: text("/peer"), address: text("/addresses/0") }
@@ -426,10 +428,16 @@ impl Ring {
     /// A ring whose stages dial in, ready; its coordinator allows the identity `spare` as well.
     #[track_caller]
     pub(crate) fn dialling(cut: &[&str]) -> Self {
+        Self::dialling_with(cut, &[])
+    }
+
+    /// The same with more options of the coordinator.
+    #[track_caller]
+    pub(crate) fn dialling_with(cut: &[&str], more: &[&str]) -> Self {
         let keys = Keys::new();
         let peers: Vec<String> = cut.iter().chain(&["spare"]).map(|name| keys.peer(name)).collect();
         let allow: Vec<&str> = peers.iter().flat_map(|peer| ["--allow", peer.as_str()]).collect();
-        let coordinator = Listening::start(&keys, &allow);
+        let coordinator = Listening::start(&keys, &[&allow, more].concat());
         let dial = coordinator.address.clone();
         let stages = cut.iter().map(|range| Stage::start(&keys, range, &["--coordinator", &dial])).collect();
         coordinator.ready();

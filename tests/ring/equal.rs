@@ -6,6 +6,7 @@ use ringfence::engine::solo;
 use ringfence::ids::{LayerRange, TokenId, WireEncoding};
 use ringfence::model::Checkpoint;
 use ringfence::proto::control::Sampling;
+use ringfence::transport::memory::{MemoryNetwork, MemorySettings};
 
 use crate::rig::{Rig, cuts, engine, greedy, prompt, quick, ranges, request, tiny, warm};
 
@@ -79,6 +80,48 @@ async fn pipelined_equals_plain_for_every_number_of_frames_in_flight() {
             let run = rig.run(plain).await;
             assert_eq!(run.tokens, expected, "plain, W = {in_flight_max}, {sampling:?}");
             assert_eq!(run.stats().acceptance_length, None);
+        }
+        rig.end().await;
+    }
+}
+
+/// Frames travel on several lanes: whatever order they come in, no token is another.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_that_overtake_one_another_change_nothing() {
+    let (checkpoint, cut) = (tiny(), ranges("0:2 2:4 4:7"));
+    for seed in 0..4 {
+        let network = MemoryNetwork::with_settings(MemorySettings { shuffle: Some(seed), ..MemorySettings::default() });
+        let settings = CoordinatorSettings { prefill_chunk: 3, in_flight_max: 16, ..quick() };
+        let rig = Rig::over(network, &cut, settings, &|engine| Box::new(engine)).await;
+        let requests: Vec<Request> = (0..3)
+            .map(|at| Request {
+                sampling: if at == 0 { greedy() } else { warm(seed + at) },
+                ..request(&prompt(20 + 40 * at as usize), 40, Mode::Pipelined)
+            })
+            .collect();
+        let runs = futures::future::join_all(requests.iter().map(|request| rig.run(request.clone()))).await;
+        for (request, run) in requests.iter().zip(runs) {
+            let expected = reference(&checkpoint, &cut, request, WireEncoding::Fp8, &[]);
+            assert_eq!(run.tokens, expected, "order {seed}");
+        }
+        rig.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancel_only_saves_work() {
+    let (checkpoint, cut) = (tiny(), ranges("0:2 2:4 4:7"));
+    let request = request(&prompt(30), 60, Mode::Pipelined);
+    let expected = reference(&checkpoint, &cut, &request, WireEncoding::Fp8, &[]);
+    for cancel_out_of_band in [true, false] {
+        let rig = Rig::new(&cut, CoordinatorSettings { cancel_out_of_band, ..quick() }).await;
+        let run = rig.run(request.clone()).await;
+        assert_eq!(run.tokens, expected, "out of band: {cancel_out_of_band}");
+        let stats = run.stats();
+        let rejected = stats.frames_per_token > 1.0;
+        assert!(rejected, "drafts were rejected on the way: {stats:?}");
+        for computed in &stats.frames_computed_per_token {
+            assert!(*computed <= stats.frames_per_token, "{stats:?}");
         }
         rig.end().await;
     }

@@ -107,6 +107,7 @@ pub(crate) fn quick() -> CoordinatorSettings {
         heartbeat: Duration::from_millis(100),
         dead_after: Duration::from_millis(1_500),
         reply_deadline: Duration::from_secs(10),
+        heal_wait: Duration::ZERO,
         ..CoordinatorSettings::default()
     }
 }
@@ -117,8 +118,16 @@ impl Rig {
     }
 
     pub(crate) async fn wrapped(cut: &[LayerRange], settings: CoordinatorSettings, wrap: Wrap<'_>) -> Self {
+        Self::over(MemoryNetwork::new(), cut, settings, wrap).await
+    }
+
+    pub(crate) async fn over(
+        network: MemoryNetwork,
+        cut: &[LayerRange],
+        settings: CoordinatorSettings,
+        wrap: Wrap<'_>,
+    ) -> Self {
         let checkpoint = tiny();
-        let network = MemoryNetwork::new();
         let (link, events) = network.link();
         let (coordinator_peer, coordinator_address) = (link.local(), link.addresses()[0].clone());
         let digest = checkpoint.digest();
@@ -155,6 +164,20 @@ impl Rig {
     /// Waits until a token went round.
     pub(crate) async fn ready(&self) {
         self.until("the ring is ready", |rig| rig.coordinator.status().ready).await;
+    }
+
+    /// Adds a stage that dials in.
+    pub(crate) fn add(&mut self, range: LayerRange) {
+        let checkpoint = tiny();
+        let engine = Box::new(engine(&checkpoint, range));
+        let dial = Some(self.coordinator_address.clone());
+        let stage = start_stage(&self.network, self.coordinator_peer, dial, engine, checkpoint.digest());
+        self.stages.push(stage);
+    }
+
+    /// Waits until so many stages have offered themselves.
+    pub(crate) async fn members(&self, count: usize) {
+        self.until("every stage has offered itself", |rig| rig.coordinator.status().members.len() == count).await;
     }
 
     pub(crate) async fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {

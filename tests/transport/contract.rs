@@ -1,13 +1,18 @@
 //! The contract of a link, on every implementation.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use libp2p::PeerId;
 use ringfence::ids::Node;
-use ringfence::transport::{BODY_BYTES_MAX, CONTROL_BYTES_MAX, Lane, LinkError, LinkEvent, SEND_QUEUE_MAX};
+use ringfence::transport::{
+    BODY_BYTES_MAX, CONTROL_BYTES_MAX, Lane, LinkError, LinkEvent, REPLY_BYTES_MAX, SEND_QUEUE_MAX,
+};
 
 use super::nodes::{Network, STALL, join, until};
+
+const LANES: [Lane; 3] = [Lane::Control, Lane::Data, Lane::Reply];
 
 macro_rules! contract {
     ($($rule:ident),* $(,)?) => {
@@ -29,7 +34,8 @@ macro_rules! contract {
 }
 
 contract!(
-    bodies_arrive_in_order_on_each_lane,
+    bodies_arrive_whole_and_control_in_order,
+    replies_wait_for_no_frames,
     bodies_up_to_the_limit_arrive_and_longer_ones_are_refused,
     empty_bodies_arrive,
     a_greeting_on_control_is_heard_before_data,
@@ -59,49 +65,54 @@ fn number(body: &Bytes) -> u32 {
     u32::from_le_bytes(body[..4].try_into().unwrap())
 }
 
-async fn bodies_arrive_in_order_on_each_lane(network: Network) {
+async fn bodies_arrive_whole_and_control_in_order(network: Network) {
     const COUNT: u32 = 3000;
     let (a, mut b) = network.pair().await;
-    let (sender, to) = (Arc::clone(&a.link), b.peer());
-    let control = tokio::spawn(async move {
-        for n in 0..COUNT {
-            sender.send(to, Lane::Control, numbered(n, 4 + n as usize % 90)).await.unwrap();
-        }
-    });
-    let sender = Arc::clone(&a.link);
-    let data = tokio::spawn(async move {
-        for n in 0..COUNT {
-            sender.send(to, Lane::Data, numbered(n, 4 + (n as usize * 37) % 30_000)).await.unwrap();
-        }
-    });
-    let (mut control_next, mut data_next) = (0, 0);
-    while control_next < COUNT || data_next < COUNT {
-        let (lane, body) = b.expect_body(a.peer()).await;
-        let (next, step, range) = match lane {
-            Lane::Control => (&mut control_next, 1, 90),
-            Lane::Data => (&mut data_next, 37, 30_000),
-        };
-        assert_eq!((number(&body), body.len()), (*next, 4 + (*next as usize * step) % range), "{lane:?}");
-        *next += 1;
+    let size = |lane, n: u32| match lane {
+        Lane::Control => 4 + n as usize % 90,
+        Lane::Data => 4 + (n as usize * 37) % 30_000,
+        Lane::Reply => 4 + n as usize % 700,
+    };
+    let mut senders = Vec::new();
+    for lane in LANES {
+        let (sender, to) = (Arc::clone(&a.link), b.peer());
+        senders.push(tokio::spawn(async move {
+            for n in 0..COUNT {
+                sender.send(to, lane, numbered(n, size(lane, n))).await.unwrap();
+            }
+        }));
     }
-    control.await.unwrap();
-    data.await.unwrap();
+    let mut seen = BTreeMap::from(LANES.map(|lane| (lane, BTreeSet::new())));
+    while seen.values().any(|seen| seen.len() < COUNT as usize) {
+        let (lane, body) = b.expect_body(a.peer()).await;
+        let (n, seen) = (number(&body), seen.get_mut(&lane).unwrap());
+        assert_eq!(body.len(), size(lane, n), "{lane:?} {n}");
+        assert!(lane != Lane::Control || n as usize == seen.len(), "control is in order");
+        assert!(n < COUNT && seen.insert(n), "{lane:?} {n} came twice");
+    }
+    for sender in senders {
+        sender.await.unwrap();
+    }
     b.expect_quiet();
 }
 
 async fn bodies_up_to_the_limit_arrive_and_longer_ones_are_refused(network: Network) {
     let (a, mut b) = network.pair().await;
     let pattern = |bytes: usize| Bytes::from((0..bytes).map(|i| (i * 31 % 251) as u8).collect::<Vec<_>>());
-    for (lane, bytes) in
-        [(Lane::Data, 16 << 20), (Lane::Control, CONTROL_BYTES_MAX as usize), (Lane::Data, BODY_BYTES_MAX as usize)]
-    {
+    for (lane, bytes) in [
+        (Lane::Data, 16 << 20),
+        (Lane::Control, CONTROL_BYTES_MAX as usize),
+        (Lane::Reply, REPLY_BYTES_MAX as usize),
+        (Lane::Data, BODY_BYTES_MAX as usize),
+    ] {
         let body = pattern(bytes);
         a.link.send(b.peer(), lane, body.clone()).await.unwrap();
         let (got_lane, got) = b.expect_body(a.peer()).await;
         assert_eq!(got_lane, lane);
         assert!(got == body, "{bytes} bytes differ");
     }
-    for (lane, limit) in [(Lane::Control, CONTROL_BYTES_MAX), (Lane::Data, BODY_BYTES_MAX)] {
+    let limits = [(Lane::Control, CONTROL_BYTES_MAX), (Lane::Data, BODY_BYTES_MAX), (Lane::Reply, REPLY_BYTES_MAX)];
+    for (lane, limit) in limits {
         let body = Bytes::from(vec![0; limit as usize + 1]);
         let refused = Err(LinkError::TooLong { got: limit as usize + 1, limit, lane });
         assert_eq!(a.link.send(b.peer(), lane, body.clone()).await, refused);
@@ -112,7 +123,7 @@ async fn bodies_up_to_the_limit_arrive_and_longer_ones_are_refused(network: Netw
 
 async fn empty_bodies_arrive(network: Network) {
     let (a, mut b) = network.pair().await;
-    for lane in [Lane::Control, Lane::Data] {
+    for lane in LANES {
         a.link.send(b.peer(), lane, Bytes::new()).await.unwrap();
         assert_eq!(b.expect_body(a.peer()).await, (lane, Bytes::new()));
     }
@@ -121,20 +132,45 @@ async fn empty_bodies_arrive(network: Network) {
 async fn a_greeting_on_control_is_heard_before_data(network: Network) {
     const GREETINGS: u32 = 5;
     let (mut a, mut b) = (network.node().await, network.node().await);
-    for _ in 0..20 {
+    for turn in 0..20 {
+        let data = if turn % 2 == 0 { Lane::Data } else { Lane::Reply };
         join(&mut a, &mut b).await;
         for n in 0..GREETINGS {
             a.link.try_send(b.peer(), Lane::Control, numbered(n, 200_000)).unwrap();
         }
-        a.link.try_send(b.peer(), Lane::Data, numbered(GREETINGS, 4)).unwrap();
+        a.link.try_send(b.peer(), data, numbered(GREETINGS, 4)).unwrap();
         for n in 0..=GREETINGS {
-            let lane = if n < GREETINGS { Lane::Control } else { Lane::Data };
+            let lane = if n < GREETINGS { Lane::Control } else { data };
             let (got_lane, body) = b.expect_body(a.peer()).await;
             assert_eq!((got_lane, number(&body)), (lane, n));
         }
         a.link.disconnect(b.peer(), "again");
         a.expect_disconnected(b.peer()).await;
         b.expect_disconnected(a.peer()).await;
+    }
+}
+
+/// The peer takes nothing: frames wait with their sender. Replies and control go past them.
+async fn replies_wait_for_no_frames(network: Network) {
+    const FRAMES: u32 = 200;
+    let (a, mut b) = network.pair().await;
+    for n in 0..FRAMES {
+        a.link.try_send(b.peer(), Lane::Data, numbered(n, 100_000)).unwrap();
+    }
+    for n in 0..20 {
+        a.link.try_send(b.peer(), Lane::Reply, numbered(n, 100)).unwrap();
+        a.link.try_send(b.peer(), Lane::Control, numbered(n, 100)).unwrap();
+    }
+    let (mut frames, mut before) = (0, Vec::new());
+    while frames < FRAMES || before.len() < 40 {
+        match b.expect_body(a.peer()).await.0 {
+            Lane::Data => frames += 1,
+            Lane::Control | Lane::Reply => before.push(frames),
+        }
+    }
+    if let Some(stats) = a.link.hop_stats(b.peer()) {
+        assert!(before.iter().all(|before| *before < FRAMES / 2), "frames in front of replies: {before:?}");
+        assert!(stats.rate > 0 && stats.rtt_min.is_some() && stats.queued == 0, "{stats:?}");
     }
 }
 
@@ -151,10 +187,12 @@ async fn dialling_at_once_from_both_sides_gives_one_connection(network: Network)
             a.link.send(b.peer(), Lane::Data, numbered(n, 10)).await.unwrap();
             b.link.send(a.peer(), Lane::Data, numbered(n, 10)).await.unwrap();
         }
-        for n in 0..10 {
-            assert_eq!(number(&a.expect_body(b.peer()).await.1), n);
-            assert_eq!(number(&b.expect_body(a.peer()).await.1), n);
+        let (mut to_a, mut to_b) = (BTreeSet::new(), BTreeSet::new());
+        for _ in 0..10 {
+            to_a.insert(number(&a.expect_body(b.peer()).await.1));
+            to_b.insert(number(&b.expect_body(a.peer()).await.1));
         }
+        assert_eq!((&to_a, &to_b), (&(0..10).collect(), &to_a));
         a.expect_quiet();
         b.expect_quiet();
         a.link.shutdown().await;
@@ -274,6 +312,7 @@ async fn a_peer_that_does_not_read_stalls_the_sender_only(network: Network) {
                 assert_eq!(number(&got), 2);
                 control += 1;
             }
+            (Lane::Reply, got) => panic!("a reply of {} bytes", got.len()),
         }
     }
     b.expect_quiet();

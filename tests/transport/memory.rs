@@ -38,6 +38,32 @@ async fn a_delay_delays_and_does_not_add_up() {
 }
 
 #[tokio::test]
+async fn frames_overtake_one_another_if_asked_and_the_seed_says_how() {
+    let order = async |seed| {
+        let network = MemoryNetwork::with_settings(MemorySettings { shuffle: Some(seed), ..MemorySettings::default() });
+        let (mut a, mut b) = (node(&network), node(&network));
+        join(&mut a, &mut b).await;
+        for n in 0..50_u8 {
+            for lane in [Lane::Control, Lane::Data, Lane::Reply] {
+                a.link.try_send(b.peer(), lane, Bytes::from(vec![n])).unwrap();
+            }
+        }
+        let mut order: [Vec<u8>; 3] = Default::default();
+        for _ in 0..150 {
+            let (lane, body) = b.expect_body(a.peer()).await;
+            order[lane as usize].push(body[0]);
+        }
+        let [control, data, reply] = order;
+        let sent: Vec<u8> = (0..50).collect();
+        assert!(control == sent && reply == sent && data != sent);
+        assert_eq!(data.iter().copied().collect::<std::collections::BTreeSet<_>>().len(), 50);
+        data
+    };
+    assert_eq!(order(1).await, order(1).await);
+    assert_ne!(order(1).await, order(2).await);
+}
+
+#[tokio::test]
 async fn a_hop_can_have_a_delay_of_its_own() {
     let network = delayed();
     let (mut a, mut b) = (node(&network), node(&network));

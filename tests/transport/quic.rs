@@ -1,22 +1,18 @@
-//! What only the QUIC link must do: addresses, limits, peers that misbehave, networks that fail.
+//! What only the QUIC link must do: addresses, limits, networks that fail.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
 use libp2p::Multiaddr;
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
-use ringfence::ids::Node;
 use ringfence::transport::endpoint::{PathSettingError, PathSettings};
 use ringfence::transport::quic::{QuicLink, QuicSettings, StartError};
 use ringfence::transport::{Lane, LinkError, LinkEvent};
 
 use super::nodes::{End, PATIENCE, join, quic_node, quic_settings};
 use super::proxy::Proxy;
-use super::rogue::{self, Script, accept, hello};
-
-const CONTROL: &str = "/ringfence/control/1";
-const DATA: &str = "/ringfence/data/1";
 
 async fn node() -> End {
     quic_node(quic_settings()).await
@@ -76,9 +72,19 @@ async fn what_cannot_be_honoured_stops_the_start() {
     let good = PathSettings::default();
     let keep_alive = PathSettings { keep_alive: good.idle_timeout, ..good.clone() };
     let idle = PathSettings { idle_timeout: Duration::MAX, ..good.clone() };
-    let dial = PathSettings { handshake_timeout: Duration::ZERO, ..good };
-    for (wrong, path) in [("keep_alive", keep_alive), ("idle_timeout", idle), ("handshake_timeout", dial)] {
-        match QuicLink::start(QuicSettings { path, ..quic_settings() }).await {
+    let dial = PathSettings { handshake_timeout: Duration::ZERO, ..good.clone() };
+    let streams = PathSettings { streams_max: 71, ..good };
+    let of = |path| QuicSettings { path, ..quic_settings() };
+    for (wrong, settings) in [
+        ("keep_alive", of(keep_alive)),
+        ("idle_timeout", of(idle)),
+        ("handshake_timeout", of(dial)),
+        ("streams_max", of(streams)),
+        ("lanes", QuicSettings { lanes: 0, ..quic_settings() }),
+        ("lanes", QuicSettings { lanes: 65, ..quic_settings() }),
+        ("window_max", QuicSettings { window_max: 65_535, ..quic_settings() }),
+    ] {
+        match QuicLink::start(settings).await {
             Err(StartError::Setting(PathSettingError { name, .. })) => assert_eq!(name, wrong),
             other => panic!("{wrong}: {:?}", other.map(|_| ())),
         }
@@ -124,93 +130,6 @@ async fn connections_that_come_in_are_limited() {
     host.expect_connected(second.peer()).await;
 }
 
-/// Plays a script to a node and gives the reason of the disconnect.
-async fn played(control: Vec<Vec<u8>>, data: Vec<Vec<u8>>) -> String {
-    let mut victim = node().await;
-    let key = rogue::deciding(victim.peer().peer);
-    let peer = Node { peer: key.public().to_peer_id(), start: rogue::START };
-    let script = vec![(CONTROL, control.concat()), (DATA, data.concat())];
-    let _rogue = rogue::dial(key, victim.address(), script);
-    victim.expect_connected(peer).await;
-    let reason = victim.expect_disconnected(peer).await;
-    victim.expect_quiet();
-    // The victim is none the worse for it.
-    join(&mut victim, &mut node().await).await;
-    reason
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_on_a_lane_ends_the_connection_with_a_reason() {
-    let too_long = (1_u32 << 30).to_le_bytes().to_vec();
-    let long_note = u32::MAX.to_le_bytes().to_vec();
-    let odd_note = [(1_u32 << 31 | 2).to_le_bytes().to_vec(), vec![9, 9]].concat();
-    let start = || vec![hello(), accept()];
-    let with = |bytes: &Vec<u8>| [start(), vec![bytes.clone()]].concat();
-    for (control, data, expected) in [
-        (with(&too_long), vec![], "Control lane: a body of 1073741824 bytes announced, 1048576 at most"),
-        (start(), vec![too_long], "Data lane: a body of 1073741824 bytes announced, 67108864 at most"),
-        (with(&long_note), vec![], "Control lane: a note of 2147483647 bytes announced, 1024 at most"),
-        (with(&odd_note), vec![], "Control lane: a note that is none that is known"),
-        (with(&hello()), vec![], "Control lane: a hello where a body or a farewell must come"),
-        (start(), vec![accept()], "Data lane: an accept where a body or a farewell must come"),
-    ] {
-        assert_eq!(played(control, data).await, expected);
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lane_too_many_ends_the_connection() {
-    let mut victim = node().await;
-    let key = rogue::deciding(victim.peer().peer);
-    let peer = key.public().to_peer_id();
-    let mut script: Script = vec![(CONTROL, [hello(), accept()].concat()), (DATA, Vec::new())];
-    script.extend((0..6).map(|_| (DATA, Vec::new())));
-    closed(rogue::dial(key, victim.address(), script)).await;
-    // The surplus may come before the connection is settled: then nobody hears of it.
-    while let Some(event) = victim.events.try_recv() {
-        match event {
-            LinkEvent::Connected { .. } => {}
-            LinkEvent::Disconnected { reason, .. } => assert_eq!(reason, "a second Data lane"),
-            LinkEvent::Received { .. } => panic!("a body from {peer}"),
-        }
-    }
-}
-
-/// Waits until the victim has closed the connection.
-async fn closed(mut rogue: tokio::task::JoinSet<()>) {
-    let ended = tokio::time::timeout(PATIENCE, rogue.join_next()).await;
-    ended.expect("the victim closes the connection").unwrap().unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_instead_of_an_introduction_is_no_event() {
-    let mut victim = node().await;
-    for script in [
-        vec![(CONTROL, accept()), (DATA, Vec::new())],
-        vec![(CONTROL, vec![0xff; 100]), (DATA, Vec::new())],
-        vec![(CONTROL, vec![0; 100]), (DATA, vec![0xff; 100])],
-        vec![(CONTROL, hello()), (CONTROL, hello()), (DATA, Vec::new())],
-        // Silence, until the deadline.
-        vec![(CONTROL, hello()), (DATA, Vec::new())],
-        vec![],
-    ] {
-        closed(rogue::dial(rogue::deciding(victim.peer().peer), victim.address(), script)).await;
-        victim.expect_quiet();
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_peer_that_speaks_something_else_is_named_so() {
-    let mut a = node().await;
-    // It takes control and no data.
-    let (address, _rogue) = rogue::listen(&[CONTROL]).await;
-    match a.link.dial(address).await {
-        Err(LinkError::Dial { why, .. }) => assert!(why.contains("does not speak /ringfence/data/1"), "{why}"),
-        other => panic!("expected a refusal, got {other:?}"),
-    }
-    a.expect_quiet();
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_owner_that_takes_no_events_any_more_ends_its_connections() {
     let (mut a, mut b) = (node().await, node().await);
@@ -219,6 +138,26 @@ async fn an_owner_that_takes_no_events_any_more_ends_its_connections() {
     a.link.send(b.link.local(), Lane::Data, Bytes::from_static(b"hear me")).await.unwrap();
     let reason = a.expect_disconnected(b.link.local()).await;
     assert!(reason.contains("takes no events"), "{reason}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_side_has_as_many_lanes_as_it_likes() {
+    for (near, far) in [(1, 64), (3, 1), (64, 64)] {
+        let of = |lanes| QuicSettings { lanes, ..quic_settings() };
+        let (mut a, mut b) = (quic_node(of(near)).await, quic_node(of(far)).await);
+        join(&mut a, &mut b).await;
+        for n in 0..200_u8 {
+            a.link.send(b.peer(), Lane::Data, Bytes::from(vec![n; 5_000])).await.unwrap();
+            b.link.send(a.peer(), Lane::Reply, Bytes::from(vec![n; 50])).await.unwrap();
+        }
+        let (mut frames, mut replies) = (BTreeSet::new(), BTreeSet::new());
+        for _ in 0..200 {
+            let (lane, body) = b.expect_body(a.peer()).await;
+            assert!(lane == Lane::Data && body.len() == 5_000 && frames.insert(body[0]));
+            let (lane, body) = a.expect_body(b.peer()).await;
+            assert!(lane == Lane::Reply && body.len() == 50 && replies.insert(body[0]));
+        }
+    }
 }
 
 fn impatient() -> QuicSettings {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use futures::{AsyncReadExt, AsyncWriteExt, StreamExt};
@@ -16,10 +17,18 @@ use libp2p::swarm::{
     SubstreamProtocol, SwarmEvent, THandlerInEvent, ToSwarm,
 };
 use libp2p::{Multiaddr, PeerId, StreamProtocol, Swarm, quic, swarm};
+use tokio::task::JoinSet;
 
-/// The bytes of a hello, as the first connection of an instance.
-pub(crate) fn hello() -> Vec<u8> {
-    note(1, &[START, 1, 1])
+/// The control stream and the data lanes, as they are spoken.
+pub(crate) const CONTROL: &str = "/ringfence/control/2";
+pub(crate) const DATA: &str = "/ringfence/data/2";
+
+/// Data lanes that a link under test opens.
+pub(crate) const LANES: u64 = 3;
+
+/// The bytes of a hello, as the first connection of a process that opens so many data lanes.
+pub(crate) fn hello(lanes: u64) -> Vec<u8> {
+    note(1, &[START, 1, 1, lanes, 1 << 20])
 }
 
 /// The bytes of an accept.
@@ -27,7 +36,32 @@ pub(crate) fn accept() -> Vec<u8> {
     note(2, &[1])
 }
 
-fn note(kind: u8, numbers: &[u64]) -> Vec<u8> {
+/// What a data lane says first.
+pub(crate) fn lane(number: u64) -> Vec<u8> {
+    note(5, &[number])
+}
+
+/// All lanes of the peer are here.
+pub(crate) fn ready() -> Vec<u8> {
+    note(6, &[LANES])
+}
+
+/// A return of credit.
+pub(crate) fn returned(taken: u64) -> Vec<u8> {
+    note(7, &[taken, 0, 0])
+}
+
+/// What is said on control up to an agreement, by a peer with one data lane.
+pub(crate) fn introduction() -> Vec<u8> {
+    [hello(1), ready(), accept()].concat()
+}
+
+/// A body with its prefix.
+pub(crate) fn body(flags: u32, bytes: usize) -> Vec<u8> {
+    [(flags | bytes as u32).to_le_bytes().to_vec(), vec![0; bytes]].concat()
+}
+
+pub(crate) fn note(kind: u8, numbers: &[u64]) -> Vec<u8> {
     let length = 1 + 8 * numbers.len() as u32;
     let mut bytes = (1 << 31 | length).to_le_bytes().to_vec();
     bytes.push(kind);
@@ -52,13 +86,25 @@ pub(crate) fn deciding(other: PeerId) -> Keypair {
 }
 
 /// Protocols of streams to take.
-type Takes = &'static [&'static str];
+pub(crate) type Takes = &'static [&'static str];
+
+/// Streams of a peer that plays by the rules.
+pub(crate) const CURRENT: Takes = &[CONTROL, DATA];
+
+/// What a rogue read, all streams together.
+pub(crate) type Heard = Arc<Mutex<Vec<u8>>>;
 
 /// Dials an address and plays a script on the connection; the returned task ends with it.
-pub(crate) fn dial(key: Keypair, address: Multiaddr, script: Script) -> tokio::task::JoinSet<()> {
-    let mut swarm = swarm_of(key, Rogue { takes: &["/ringfence/control/1", "/ringfence/data/1"], script });
+pub(crate) fn dial(key: Keypair, address: Multiaddr, script: Script) -> JoinSet<()> {
+    dial_as(CURRENT, key, address, script).0
+}
+
+/// Dials as a peer that takes these streams; also gives what it reads.
+pub(crate) fn dial_as(takes: Takes, key: Keypair, address: Multiaddr, script: Script) -> (JoinSet<()>, Heard) {
+    let heard = Heard::default();
+    let mut swarm = swarm_of(key, Rogue { takes, script, heard: Arc::clone(&heard) });
     swarm.dial(address).unwrap();
-    let mut task = tokio::task::JoinSet::new();
+    let mut task = JoinSet::new();
     task.spawn(async move {
         loop {
             match swarm.select_next_some().await {
@@ -68,21 +114,20 @@ pub(crate) fn dial(key: Keypair, address: Multiaddr, script: Script) -> tokio::t
             }
         }
     });
-    task
+    (task, heard)
 }
 
-/// Listens on loopback and takes the streams of some protocols.
-pub(crate) async fn listen(takes: Takes) -> (Multiaddr, tokio::task::JoinSet<()>) {
-    let key = Keypair::generate_ed25519();
+/// Listens on loopback, takes the streams of some protocols, and plays a script.
+pub(crate) async fn listen(takes: Takes, key: Keypair, script: Script) -> (Multiaddr, JoinSet<()>) {
     let peer = key.public().to_peer_id();
-    let mut swarm = swarm_of(key, Rogue { takes, script: Vec::new() });
+    let mut swarm = swarm_of(key, Rogue { takes, script, heard: Heard::default() });
     swarm.listen_on("/ip4/127.0.0.1/udp/0/quic-v1".parse().unwrap()).unwrap();
     let address = loop {
         if let SwarmEvent::NewListenAddr { address, .. } = swarm.select_next_some().await {
             break address.with_p2p(peer).unwrap();
         }
     };
-    let mut task = tokio::task::JoinSet::new();
+    let mut task = JoinSet::new();
     task.spawn(async move {
         loop {
             swarm.select_next_some().await;
@@ -101,11 +146,20 @@ fn swarm_of(key: Keypair, rogue: Rogue) -> Swarm<Rogue> {
 struct Rogue {
     takes: Takes,
     script: Script,
+    heard: Heard,
 }
 
 struct Player {
     takes: Takes,
     script: VecDeque<(&'static str, Vec<u8>)>,
+    heard: Heard,
+}
+
+impl Rogue {
+    fn player(&self) -> Player {
+        let script = self.script.clone().into();
+        Player { takes: self.takes, script, heard: Arc::clone(&self.heard) }
+    }
 }
 
 struct Take(Takes);
@@ -174,7 +228,13 @@ impl ConnectionHandler for Player {
                 });
             }
             ConnectionEvent::FullyNegotiatedInbound(FullyNegotiatedInbound { protocol: mut stream, .. }) => {
-                tokio::spawn(async move { while stream.read(&mut [0; 1024]).await.is_ok_and(|bytes| bytes > 0) {} });
+                let heard = Arc::clone(&self.heard);
+                tokio::spawn(async move {
+                    let mut buffer = [0; 1024];
+                    while let Ok(bytes @ 1..) = stream.read(&mut buffer).await {
+                        heard.lock().unwrap().extend(&buffer[..bytes]);
+                    }
+                });
             }
             _ => {}
         }
@@ -192,7 +252,7 @@ impl NetworkBehaviour for Rogue {
         _: &Multiaddr,
         _: &Multiaddr,
     ) -> Result<Player, ConnectionDenied> {
-        Ok(Player { takes: self.takes, script: self.script.clone().into() })
+        Ok(self.player())
     }
 
     fn handle_established_outbound_connection(
@@ -203,7 +263,7 @@ impl NetworkBehaviour for Rogue {
         _: Endpoint,
         _: PortUse,
     ) -> Result<Player, ConnectionDenied> {
-        Ok(Player { takes: self.takes, script: self.script.clone().into() })
+        Ok(self.player())
     }
 
     fn on_swarm_event(&mut self, _: FromSwarm<'_>) {}

@@ -51,6 +51,25 @@ impl RoundStats {
         if self.committed == 0 { 0.0 } else { ratio(self.singles_sent, u64::from(self.committed)) }
     }
 
+    /// Adds what another round of the same session counted. The replay's own commit is no new one.
+    pub fn absorb(&mut self, other: &Self) {
+        let replays = u32::from(self.committed > 0 && other.committed > 0);
+        self.committed += other.committed - replays;
+        self.prompt_tokens = self.prompt_tokens.max(other.prompt_tokens);
+        self.decoded += other.decoded;
+        self.rejections += other.rejections;
+        self.chunks_sent += other.chunks_sent;
+        self.singles_sent += other.singles_sent;
+        self.cancelled += other.cancelled;
+        self.max_in_flight = self.max_in_flight.max(other.max_in_flight);
+        self.max_early = self.max_early.max(other.max_early);
+        self.stale_replies += other.stale_replies;
+        for (mine, theirs) in [(&mut self.judged, &other.judged), (&mut self.confirmed, &other.confirmed)] {
+            mine.resize(mine.len().max(theirs.len()), 0);
+            mine.iter_mut().zip(theirs).for_each(|(mine, theirs)| *mine += theirs);
+        }
+    }
+
     /// Counts a draft sent `depth` ahead that was compared with the model's answer.
     pub(super) fn judge(&mut self, depth: u32, confirmed: bool) {
         let at = depth as usize;

@@ -89,8 +89,8 @@ pub struct PathSettings {
     pub initial_window: u64,
     /// The round trip that is assumed before one is measured, 1 ms to 24 h. Default 100 ms: what is
     /// lost of a handshake is sent again after three times as long. QUIC's own 333 ms made the
-    /// slowest of 160 handshakes over 40 ms with 5 % loss take 3.4 s, 100 ms 1.0 s, with equal
-    /// medians. Smaller sends again what was only slow.
+    /// slowest of 160 handshakes over 40 ms with 5 % loss take 3.4 s, 100 ms 1.0 s. Smaller sends
+    /// again what was only slow.
     pub initial_rtt: Duration,
     /// How often the peer is asked to acknowledge; `None` leaves it to QUIC. Default every second
     /// packet, and the last within 10 ms: with 1 % loss the slowest hundredth of single frames then
@@ -105,11 +105,12 @@ pub struct PathSettings {
     /// MB/s a stream at 40 ms. Larger costs memory while nobody reads.
     pub stream_window: u32,
     /// Bytes that a peer may send on all streams before they are read, at least `stream_window`.
-    /// Default 20 MiB: more than sixteen full streams, so that data which nobody reads never keeps
-    /// control out. Larger costs that memory for each peer that floods.
+    /// Default 20 MiB: more than sixteen full streams, as many as there are data lanes by default, so
+    /// that data which nobody reads never keeps control out. Larger costs that memory for each peer
+    /// that floods.
     pub connection_window: u32,
-    /// Streams that a peer may hold open, 1 to 65,536. Default 32: control, lanes, and what is
-    /// being agreed on. Larger lets a peer hold more of them for nothing.
+    /// Streams that a peer may hold open, 1 to 65,536. Default 72: control, up to 64 data lanes,
+    /// and what is being agreed on. Larger lets a peer hold more of them for nothing.
     pub streams_max: u32,
     /// Whether streams of one priority take turns, packet by packet. Default no: what was written
     /// first goes first, so of several frames the first is whole early instead of all being whole
@@ -161,7 +162,7 @@ impl Default for PathSettings {
             send_window: 8 << 20,
             stream_window: 1 << 20,
             connection_window: 20 << 20,
-            streams_max: 32,
+            streams_max: 72,
             share_fairly: false,
             keep_alive: Duration::from_secs(1),
             idle_timeout: Duration::from_secs(5),

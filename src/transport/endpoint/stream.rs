@@ -6,15 +6,20 @@
 //! it has seen the name of its protocol and then has the priority that the settings give to it.
 //! From then on a write costs one look at an empty option.
 
-use std::io;
-use std::pin::Pin;
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
+use bytes::BytesMut;
 use futures::{AsyncRead, AsyncWrite};
 
 /// Bytes that are looked at for a name, from the first on.
 const LOOK_MAX: usize = 256;
+
+/// Bytes of several buffers that are taken in one write.
+const GATHER_MAX: usize = 64 << 10;
 
 /// What multistream-select says before any name.
 const GREETING: &[u8] = b"/multistream/1.0.0\n";
@@ -71,6 +76,30 @@ impl AsyncWrite for Stream {
             lookout.keep(buf.get(..*bytes).unwrap_or(buf));
         }
         written
+    }
+
+    /// Takes several buffers as one write, so that a prefix and what it announces leave together.
+    /// They are put together in what QUIC keeps until it is acknowledged: that is the only copy.
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let mut filled = buffers.iter().filter(|buffer| !buffer.is_empty());
+        let (first, several) = (filled.next(), filled.next().is_some());
+        if self.lookout.is_some() || !several {
+            return self.poll_write(cx, first.map_or(&[], |first| first));
+        }
+        let bytes: usize = buffers.iter().map(|buffer| buffer.len()).sum();
+        let mut gathered = BytesMut::with_capacity(bytes.min(GATHER_MAX));
+        for buffer in buffers {
+            let room = GATHER_MAX - gathered.len();
+            gathered.extend_from_slice(buffer.get(..room).unwrap_or(buffer));
+        }
+        let mut chunks = [gathered.freeze()];
+        // It waits for room or writes, and keeps nothing in between.
+        let written = ready!(pin!(self.send.write_chunks(&mut chunks)).poll(cx));
+        Poll::Ready(written.map(|written| written.bytes).map_err(io::Error::from))
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -4,13 +4,20 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::super::events::{EventSender, NoOwner};
 use super::super::{Lane, LinkEvent};
 use super::{Net, Seat, unseat};
+
+/// How long frames wait for others to be shuffled with.
+const TOGETHER: Duration = Duration::from_millis(1);
 
 /// A body under way.
 #[derive(Debug)]
@@ -27,7 +34,7 @@ pub(super) struct Pump {
     pub(super) net: Weak<Net>,
     pub(super) seat: Seat,
     pub(super) events: EventSender,
-    pub(super) inward: [mpsc::Receiver<Parcel>; 2],
+    pub(super) inward: [mpsc::Receiver<Parcel>; 3],
     pub(super) stopped: oneshot::Receiver<String>,
     pub(super) up: watch::Sender<bool>,
     pub(super) before: Option<watch::Receiver<()>>,
@@ -46,11 +53,21 @@ impl Pump {
         let connected = LinkEvent::Connected { peer, address: seat.address.clone(), dialled };
         if events.send(connected).await.is_ok() {
             up.send_replace(true);
-            let [control, data] = inward;
+            let [control, data, reply] = inward;
+            let order = net.upgrade().and_then(|net| net.settings.shuffle).map(|seed| order_of(seed, &seat));
             let drained = async {
                 let passed = watch::Sender::new(0);
                 let line = |lane| Line { net: &net, seat: &seat, events: &events, lane, passed: &passed };
-                tokio::join!(line(Lane::Control).deliver(control), line(Lane::Data).deliver(data));
+                tokio::join!(
+                    line(Lane::Control).deliver(control),
+                    async {
+                        match order {
+                            Some(order) => line(Lane::Data).deliver_shuffled(data, order).await,
+                            None => line(Lane::Data).deliver(data).await,
+                        }
+                    },
+                    line(Lane::Reply).deliver(reply)
+                );
                 farewell(&net, &seat, &heard).await
             };
             let reason = tokio::select! {
@@ -80,27 +97,52 @@ struct Line<'a> {
 impl Line<'_> {
     /// Delivers until the sender ends, or the owner does.
     async fn deliver(self, mut inward: mpsc::Receiver<Parcel>) {
-        let mut began = self.lane == Lane::Control;
-        while let Some(Parcel { due, after, body }) = inward.recv().await {
-            if let Some(due) = due {
-                due.await;
-            }
-            if !began {
-                // The sender lives in the caller.
-                let _ = self.passed.subscribe().wait_for(|passed| *passed >= after).await;
-                began = true;
-            }
-            if self.hand_over(body).await.is_err() {
+        let mut began = false;
+        while let Some(parcel) = inward.recv().await {
+            if self.arrive(parcel, &mut began).await.is_err() {
                 break;
-            }
-            if self.lane == Lane::Control {
-                self.passed.send_modify(|passed| *passed += 1);
             }
         }
         if self.lane == Lane::Control {
             // Nothing is left to wait for.
             self.passed.send_replace(u64::MAX);
         }
+    }
+
+    /// Delivers what is under way together in a random order.
+    async fn deliver_shuffled(self, mut inward: mpsc::Receiver<Parcel>, mut order: StdRng) {
+        let mut began = false;
+        while let Some(first) = inward.recv().await {
+            tokio::time::sleep(TOGETHER).await;
+            let mut parcels = vec![first];
+            while let Ok(parcel) = inward.try_recv() {
+                parcels.push(parcel);
+            }
+            parcels.shuffle(&mut order);
+            for parcel in parcels {
+                if self.arrive(parcel, &mut began).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Hands a parcel over when it is due; the first of a lane after what was queued on control.
+    async fn arrive(&self, parcel: Parcel, began: &mut bool) -> Result<(), NoOwner> {
+        let Parcel { due, after, body } = parcel;
+        if let Some(due) = due {
+            due.await;
+        }
+        if !*began && self.lane != Lane::Control {
+            // The sender lives in the caller.
+            let _ = self.passed.subscribe().wait_for(|passed| *passed >= after).await;
+        }
+        *began = true;
+        self.hand_over(body).await?;
+        if self.lane == Lane::Control {
+            self.passed.send_modify(|passed| *passed += 1);
+        }
+        Ok(())
     }
 
     async fn hand_over(&self, body: Bytes) -> Result<(), NoOwner> {
@@ -110,6 +152,11 @@ impl Line<'_> {
         }
         self.events.send(LinkEvent::Received { peer, lane: self.lane, body }).await
     }
+}
+
+/// The order of the frames that come to this side: the same for the same seed.
+fn order_of(seed: u64, seat: &Seat) -> StdRng {
+    StdRng::seed_from_u64(seed ^ seat.connection << 1 ^ u64::from(seat.dialled))
 }
 
 /// The end of a connection travels as a body does: it takes the delay, and a cut holds it back.

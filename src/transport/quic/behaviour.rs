@@ -16,12 +16,12 @@ use tokio::sync::mpsc;
 
 use super::super::events::EventSender;
 use super::super::with_peer;
-use super::Shared;
 use super::connection::Connection;
 use super::handler::LaneHandler;
+use super::{LANES_MAX, Shared};
 
-/// Parts of a connection that wait for its task: four lanes and what is too much.
-const PARTS_MAX: usize = 8;
+/// Parts of a connection that wait for its task: all lanes of both sides, and what is too much.
+const PARTS_MAX: usize = 2 * (LANES_MAX as usize + 1) + 6;
 
 /// Requests to close that wait for the swarm.
 const CLOSES_MAX: usize = 64;
@@ -91,7 +91,7 @@ impl Behaviour {
             // Without a swarm there is nothing left to close.
             let _ = close.send((peer, id)).await;
         });
-        Ok(LaneHandler::new(parts_sender))
+        Ok(LaneHandler::new(parts_sender, self.shared.settings.terms().lanes))
     }
 }
 

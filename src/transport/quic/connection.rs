@@ -16,20 +16,42 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::super::credit::HopStats;
 use super::super::events::EventSender;
-use super::super::{Lane, LinkEvent, SEND_QUEUE_MAX};
+use super::super::{Lane, LinkEvent};
 use super::Shared;
+use super::control::Outgoing;
 use super::handler::Part;
-use super::lane::{Incoming, LaneError, LaneReader, LaneWriter, Note, Outgoing, chain};
-use super::registry::{Turn, Verdict, Way};
-use crate::ids::Node;
+use super::lane::{LaneReader, Place, chain};
+use super::lines::{End, Heard, Line, hear_returns};
+use super::settle::{Settled, too_many};
+use super::spread::Outflow;
 
 /// What others need to use or end a connection.
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) control: SendQueue,
-    pub(super) data: SendQueue,
+    pub(super) frames: SendQueue,
+    pub(super) replies: SendQueue,
+    pub(super) outflow: Arc<Outflow>,
     pub(super) stop: oneshot::Sender<Stop>,
+}
+
+impl Handle {
+    /// The queue of a lane.
+    pub(super) fn queue(&self, lane: Lane) -> &SendQueue {
+        match lane {
+            Lane::Control => &self.control,
+            Lane::Data => &self.frames,
+            Lane::Reply => &self.replies,
+        }
+    }
+
+    /// What is known of the hop.
+    pub(super) fn stats(&self) -> HopStats {
+        let queue = &self.frames.queue;
+        self.outflow.stats(queue.max_capacity() - queue.capacity())
+    }
 }
 
 /// The owner's end of a lane's send queue; counts the bodies that it took.
@@ -40,9 +62,16 @@ pub(super) struct SendQueue {
 }
 
 impl SendQueue {
-    fn new() -> (Self, mpsc::Receiver<Outgoing>) {
-        let (queue, receiver) = mpsc::channel(SEND_QUEUE_MAX);
+    /// Counts what goes through a queue.
+    pub(super) fn new(
+        (queue, receiver): (mpsc::Sender<Outgoing>, mpsc::Receiver<Outgoing>),
+    ) -> (Self, mpsc::Receiver<Outgoing>) {
         (Self { queue, taken: Arc::default() }, receiver)
+    }
+
+    /// How many bodies were queued.
+    pub(super) fn taken(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.taken)
     }
 
     /// Queues a body if there is room, else gives it back.
@@ -82,40 +111,6 @@ pub(super) struct Connection {
     pub(super) parts: mpsc::Receiver<Part>,
 }
 
-/// The lanes of a connection, as they come.
-#[derive(Debug, Default)]
-struct Lanes {
-    control_out: Option<LaneWriter<Stream>>,
-    data_out: Option<LaneWriter<Stream>>,
-    control_in: Option<LaneReader<Stream>>,
-    data_in: Option<LaneReader<Stream>>,
-}
-
-/// A connection that both sides settled on.
-struct Settled {
-    control_out: LaneWriter<Stream>,
-    data_out: LaneWriter<Stream>,
-    control_in: LaneReader<Stream>,
-    data_in: LaneReader<Stream>,
-    queues: Queues,
-    stop: oneshot::Receiver<Stop>,
-    /// Who is at the other end.
-    node: Node,
-    turn: Turn,
-}
-
-/// The send queues, both ends.
-struct Queues {
-    control: (SendQueue, mpsc::Receiver<Outgoing>),
-    data: (SendQueue, mpsc::Receiver<Outgoing>),
-}
-
-/// How a lane ended.
-enum End {
-    Farewell(String),
-    Error(String),
-}
-
 impl Connection {
     /// Runs the connection until it has ended and its owner knows.
     pub(super) async fn run(mut self) {
@@ -138,62 +133,11 @@ impl Connection {
         shared.registry().forget(peer);
     }
 
-    /// Opens all lanes and agrees with the peer that this connection is the one.
-    async fn settle(&mut self) -> Result<Settled, String> {
-        let mut lanes = Lanes::default();
-        let mut introduced = false;
-        let (mut control_out, data_out, mut control_in, data_in) = loop {
-            if let (false, Some(control)) = (introduced, &mut lanes.control_out) {
-                let hello = self.shared.registry().hello(self.peer, self.number);
-                control.note(&Note::Hello(hello)).await.map_err(|error| chain(&error))?;
-                introduced = true;
-            }
-            match lanes {
-                Lanes {
-                    control_out: Some(control_out),
-                    data_out: Some(data_out),
-                    control_in: Some(control_in),
-                    data_in: Some(data_in),
-                } => break (control_out, data_out, control_in, data_in),
-                partial => lanes = partial,
-            }
-            lanes.add(self.parts.recv().await.ok_or("the peer closed the connection at once")?)?;
-        };
-        let hello = match control_in.note("a hello").await.map_err(|error| error.to_string())? {
-            Note::Hello(hello) => hello,
-            other @ (Note::Accept { .. } | Note::After { .. } | Note::Farewell { .. }) => {
-                return Err(control_in.unexpected_note(&other, "a hello").to_string());
-            }
-        };
-        let decides = self.shared.registry().decides(self.peer);
-        let heard = if decides { None } else { Some(accepted(&mut control_in).await?) };
-        let queues = Queues { control: SendQueue::new(), data: SendQueue::new() };
-        let (stop_sender, stop) = oneshot::channel();
-        let handle = Handle { control: queues.control.0.clone(), data: queues.data.0.clone(), stop: stop_sender };
-        let way = Way { number: self.number, address: self.address.clone() };
-        let verdict = match heard {
-            None => self.shared.registry().judge(self.peer, way, hello, handle),
-            Some(serial) => self.shared.registry().follow(self.peer, way, (hello, serial), handle),
-        };
-        let (serial, turn, bury) = match verdict {
-            Verdict::Accept { serial, turn, bury } => (serial, turn, bury),
-            Verdict::Refuse { why } => return Err(why.to_owned()),
-        };
-        for old in bury {
-            // A connection that ends by itself needs no reason.
-            let _ = old.stop.send(Stop { reason: "the peer connected anew".to_owned(), farewell: None });
-        }
-        if decides {
-            control_out.note(&Note::Accept { serial }).await.map_err(|error| chain(&error))?;
-        }
-        let node = Node { peer: self.peer, start: hello.start };
-        Ok(Settled { control_out, data_out, control_in, data_in, queues, stop, node, turn })
-    }
-
     /// Carries bodies until the connection ends.
     async fn live(mut self, settled: Settled) {
-        let Settled { mut control_out, mut data_out, control_in, data_in, queues, stop, node, turn } = settled;
-        let Queues { control: (control, mut control_queue), data: (data, mut data_queue) } = queues;
+        let Settled { node, turn, stop, control_in, data_in, mut control_out, spread, .. } = settled;
+        let (control, mut control_queue) = settled.control;
+        let (frames, inflow, outflow) = (settled.frames, settled.inflow, settled.outflow);
         let shared = Arc::clone(&self.shared);
         let turn = turn.lock_owned().await;
         let connected = LinkEvent::Connected { peer: node, address: self.address.clone(), dialled: self.dialled };
@@ -204,19 +148,30 @@ impl Connection {
         shared.registry().up(node, self.number);
         tracing::debug!(peer = %node, address = %self.address, dialled = self.dialled, "connected");
 
+        let (reading, stop_reading) = watch::channel(());
+        let (count, heard) = watch::channel(0);
         let mut readers = JoinSet::new();
-        let (control_heard, heard) = watch::channel(0);
-        let line = |lane, heard| Line { lane, peer: node, events: self.events.clone(), heard };
-        readers.spawn(line(Lane::Control, Heard::Count(control_heard)).read(control_in));
-        readers.spawn(line(Lane::Data, Heard::Await(heard)).read(data_in));
-        data_out.after(Arc::clone(&control.taken));
+        let line = |heard| Line {
+            peer: node,
+            events: self.events.clone(),
+            inflow: Arc::clone(&inflow),
+            outflow: Arc::clone(&outflow),
+            heard,
+        };
+        readers.spawn(line(Heard::Count(count)).read(control_in, stop_reading.clone()));
+        for lane in data_in {
+            readers.spawn(line(Heard::Await(heard.clone())).read(lane, stop_reading.clone()));
+        }
+        let lanes = readers.len() as u64 - 1;
         let mut writers = JoinSet::new();
-        writers.spawn(async move { control_out.run(&mut control_queue).await });
-        writers.spawn(async move { data_out.run(&mut data_queue).await });
+        let returns = Arc::clone(&inflow);
+        writers.spawn(async move { control_out.run(&mut control_queue, &returns).await });
+        writers.spawn(spread.run());
 
-        let stop = self.watch(&mut readers, &mut writers, stop).await;
+        let stop = self.watch(&mut readers, &mut writers, stop, lanes).await;
         // No body may follow the end.
-        readers.shutdown().await;
+        drop(reading);
+        let control_in = stopped(&mut readers).await;
         shared.registry().gone(node.peer, self.number, &stop.reason);
         tracing::debug!(peer = %node, reason = %stop.reason, "disconnected");
         // Without an owner nobody is left to tell.
@@ -226,12 +181,24 @@ impl Connection {
             let last = async {
                 // A lane that broke is past a farewell.
                 let (near, far) = (Outgoing::Farewell(farewell.clone()), Outgoing::Farewell(farewell));
-                let _ = tokio::join!(control.queue.send(near), data.queue.send(far));
-                // The peer closes when it has read both.
+                let _ = tokio::join!(control.queue.send(near), frames.queue.send(far));
+                // The peer closes when it has read all.
                 while self.parts.recv().await.is_some() {}
             };
+            let returns = async {
+                if let Some(control) = control_in {
+                    hear_returns(control, &outflow).await;
+                }
+                std::future::pending().await
+            };
+            let said = async {
+                tokio::select! {
+                    () = last => {}
+                    () = returns => {}
+                }
+            };
             // A peer that doesn't is closed upon.
-            let _ = timeout(shared.settings.close_grace, last).await;
+            let _ = timeout(shared.settings.close_grace, said).await;
         }
         writers.shutdown().await;
     }
@@ -242,6 +209,7 @@ impl Connection {
         readers: &mut JoinSet<End>,
         writers: &mut JoinSet<std::io::Result<()>>,
         mut stop: oneshot::Receiver<Stop>,
+        lanes: u64,
     ) -> Stop {
         let broken = |reason: String| Stop { reason, farewell: None };
         let ours = |reason: String| Stop { farewell: Some(reason.clone()), reason };
@@ -255,6 +223,7 @@ impl Connection {
                     broken(closed_by_peer(&reason))
                 }
                 Ok(End::Error(why)) => ours(why),
+                Ok(End::Stopped(_)) => broken("reading stopped".to_owned()),
                 Err(error) => ours(format!("a reader failed: {error}")),
             },
             Some(end) = writers.join_next() => {
@@ -268,7 +237,10 @@ impl Connection {
             part = self.parts.recv() => match part {
                 None => broken(self.drain(readers).await.unwrap_or_else(|| "the connection closed".to_owned())),
                 Some(Part::Broken(why)) => ours(why),
-                Some(Part::Inbound(lane, _) | Part::Outbound(lane, _)) => ours(format!("a second {lane:?} lane")),
+                Some(Part::DataIn(_) | Part::DataOut(..)) => ours(too_many(lanes)),
+                Some(Part::ControlIn(_) | Part::ControlOut(_) | Part::Older(..)) => {
+                    ours("the peer opened a second control lane".to_owned())
+                }
             },
         }
     }
@@ -282,7 +254,7 @@ impl Connection {
                 match end {
                     Ok(End::Farewell(reason)) => farewell = farewell.take().or(Some(closed_by_peer(&reason))),
                     Ok(End::Error(why)) => error = error.take().or(Some(why)),
-                    Err(_) => {}
+                    Ok(End::Stopped(_)) | Err(_) => {}
                 }
             }
         });
@@ -292,79 +264,20 @@ impl Connection {
     }
 }
 
-fn closed_by_peer(reason: &str) -> String {
+/// The reason where the peer gave one.
+pub(super) fn closed_by_peer(reason: &str) -> String {
     format!("the peer closed the connection: {reason}")
 }
 
-impl Lanes {
-    fn add(&mut self, part: Part) -> Result<(), String> {
-        let taken = match part {
-            Part::Broken(why) => return Err(why),
-            Part::Outbound(Lane::Control, stream) => self.control_out.replace(LaneWriter::new(stream)).is_some(),
-            Part::Outbound(Lane::Data, stream) => self.data_out.replace(LaneWriter::new(stream)).is_some(),
-            Part::Inbound(Lane::Control, stream) => {
-                self.control_in.replace(LaneReader::new(Lane::Control, stream)).is_some()
-            }
-            Part::Inbound(Lane::Data, stream) => self.data_in.replace(LaneReader::new(Lane::Data, stream)).is_some(),
-        };
-        if taken { Err("the peer opened a lane twice".to_owned()) } else { Ok(()) }
-    }
-}
-
-/// Waits for the deciding side's word, and gives its serial.
-async fn accepted(control: &mut LaneReader<Stream>) -> Result<u64, String> {
-    match control.note("an accept").await.map_err(|error| error.to_string())? {
-        Note::Accept { serial } => Ok(serial),
-        Note::Farewell { reason } => Err(closed_by_peer(&reason)),
-        other @ (Note::Hello(_) | Note::After { .. }) => Err(control.unexpected_note(&other, "an accept").to_string()),
-    }
-}
-
-/// What the lanes of a connection know of each other: bodies that came on control.
-enum Heard {
-    Count(watch::Sender<u64>),
-    Await(watch::Receiver<u64>),
-    Nothing,
-}
-
-/// The way of one lane's bodies to the owner.
-struct Line {
-    lane: Lane,
-    peer: Node,
-    events: EventSender,
-    heard: Heard,
-}
-
-impl Line {
-    /// Reads a lane into the owner's queue until it ends. While the queue is full nothing is read,
-    /// so the peer's window closes.
-    async fn read(mut self, mut reader: LaneReader<Stream>) -> End {
-        loop {
-            let body = match (reader.next().await, &mut self.heard) {
-                (Ok(Incoming::Body(body)), _) => body,
-                (Ok(Incoming::Note(Note::Farewell { reason })), _) => return End::Farewell(reason),
-                (Ok(Incoming::Note(Note::After { control })), Heard::Await(heard)) => {
-                    if heard.wait_for(|heard| *heard >= control).await.is_err() {
-                        return End::Error("the control lane ended before the data lane began".to_owned());
-                    }
-                    self.heard = Heard::Nothing;
-                    continue;
-                }
-                (Ok(Incoming::Note(note)), _) => {
-                    return failed(&reader.unexpected_note(&note, "a body or a farewell"));
-                }
-                (Err(error), _) => return failed(&error),
-            };
-            if let Err(error) = self.events.send(LinkEvent::Received { peer: self.peer, lane: self.lane, body }).await {
-                return End::Error(error.to_string());
-            }
-            if let Heard::Count(count) = &self.heard {
-                count.send_modify(|count| *count += 1);
-            }
+/// Waits until nothing is read any more, and gives the control lane back if it can be read on.
+async fn stopped(readers: &mut JoinSet<End>) -> Option<Box<LaneReader<Stream>>> {
+    let mut control = None;
+    while let Some(end) = readers.join_next().await {
+        if let Ok(End::Stopped(lane)) = end
+            && lane.place() == Place::Control
+        {
+            control = Some(lane);
         }
     }
-}
-
-fn failed(error: &LaneError) -> End {
-    End::Error(error.to_string())
+    control
 }

@@ -1,19 +1,27 @@
 //! libp2p over QUIC: one swarm per process, driven by one task.
 //!
 //! Owns the link that real nodes use. A peer's name is proven by its key in the TLS handshake. One
-//! connection per peer carries two lanes per direction, each a QUIC stream of its own, so neither
-//! waits for the other; see `registry.rs` for how both sides settle on the same connection.
+//! connection per peer carries a control lane and several data lanes per direction, each a QUIC
+//! stream of its own, so none waits for another; see `registry.rs` for how both sides settle on
+//! the same connection, `settle.rs` for how they open its lanes, and `spread.rs` for how frames and
+//! replies go out on them.
 //!
-//! Bounds: a lane's send queue holds [`SEND_QUEUE_MAX`](super::SEND_QUEUE_MAX) bodies; a link's
-//! event queue is bounded in events and in bytes, and while it is full no peer is read. How the
-//! connections below behave is [`PathSettings`]' to say.
+//! Bounds: a lane's send queue holds [`SEND_QUEUE_MAX`](super::SEND_QUEUE_MAX) bodies; frames that
+//! were sent and not taken by the peer's owner are bounded by [`credit`](super::credit); a link's
+//! event queue is bounded in events and in bytes, each connection has a share of it, and while it
+//! is full no peer is read. How the connections below behave is [`PathSettings`]' to say.
 
 mod behaviour;
 mod connection;
+mod control;
 mod driver;
 mod handler;
 mod lane;
+mod lines;
+mod note;
 mod registry;
+mod settle;
+mod spread;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +40,9 @@ use tokio::time::timeout;
 use self::behaviour::Behaviour;
 use self::connection::{Handle, SendQueue, Stop};
 use self::driver::{Command, Driver};
+use self::note::Terms;
 use self::registry::{Attempt, Registry};
+use super::credit::{CreditConfig, HopStats};
 use super::endpoint::{PathBook, PathSettingError, PathSettings, QuicTransport};
 use super::events::event_queue;
 use super::{Lane, Link, LinkError, LinkEvents, split_peer};
@@ -40,6 +50,15 @@ use crate::ids::Node;
 
 /// Dials and shutdowns that wait for the driver.
 const COMMANDS_MAX: usize = 64;
+
+/// Data lanes per direction, at most.
+pub const LANES_MAX: u64 = 64;
+
+/// The smallest bound on frames under way, in bytes.
+pub const WINDOW_MIN: u64 = 64 << 10;
+
+/// Streams that a peer may hold open: all lanes, and what is too much.
+const STREAMS_MIN: u32 = LANES_MAX as u32 + 8;
 
 /// How a QUIC link behaves.
 #[derive(Debug, Clone)]
@@ -61,6 +80,15 @@ pub struct QuicSettings {
     /// How long a closing connection may take to deliver what is queued; default 500 ms. Larger
     /// makes [`Link::shutdown`] wait for peers that are dead.
     pub close_grace: Duration,
+    /// Data lanes that this side opens to each peer, 1 to 64; default 16. A lost packet holds up
+    /// the frames of its own lane only; larger costs a stream and its buffer each.
+    pub lanes: u64,
+    /// Bytes of frames that may be under way to a peer before its hop is measured; default 1 MiB.
+    /// Larger fills a long hop at once, smaller spares a narrow one a queue.
+    pub window_initial: u64,
+    /// Bytes of frames that may be under way to a peer, or from it, whatever is measured; default
+    /// 16 MiB, the smaller of both sides' counts. Two frames may be, however large.
+    pub window_max: u64,
     /// Connections that may come in, settled or not; default 256. Larger costs up to
     /// `path.connection_window` each while they flood.
     pub inbound_max: usize,
@@ -78,8 +106,30 @@ impl QuicSettings {
             path: PathSettings::default(),
             book: PathBook::new(),
             close_grace: Duration::from_millis(500),
+            lanes: 16,
+            window_initial: CreditConfig::default().initial,
+            window_max: CreditConfig::default().window_max,
             inbound_max: 256,
         }
+    }
+
+    /// What this side tells a peer.
+    fn terms(&self) -> Terms {
+        Terms { lanes: self.lanes, window_max: self.window_max }
+    }
+
+    fn check(&self) -> Result<(), PathSettingError> {
+        let refuse = |name, value: u64, why| Err(PathSettingError { name, value: value.to_string(), why });
+        if !(1..=LANES_MAX).contains(&self.lanes) {
+            return refuse("lanes", self.lanes, "must be 1 to 64");
+        }
+        if self.window_max < WINDOW_MIN {
+            return refuse("window_max", self.window_max, "must be 65536 bytes or more");
+        }
+        if self.path.streams_max < STREAMS_MIN {
+            return refuse("streams_max", self.path.streams_max.into(), "must be 72 or more, for 64 data lanes");
+        }
+        self.path.check()
     }
 }
 
@@ -145,10 +195,7 @@ impl Shared {
         self.check_open()?;
         let registry = self.registry();
         let handle = registry.current(peer).ok_or(LinkError::NotConnected { peer })?;
-        Ok(match lane {
-            Lane::Control => handle.control.clone(),
-            Lane::Data => handle.data.clone(),
-        })
+        Ok(handle.queue(lane).clone())
     }
 }
 
@@ -165,7 +212,7 @@ impl QuicLink {
     /// # Errors
     /// [`StartError`] where a setting can't be honoured or an address not listened on.
     pub async fn start(settings: QuicSettings) -> Result<(Arc<dyn Link>, LinkEvents), StartError> {
-        settings.path.check()?;
+        settings.check()?;
         let local = Node { peer: settings.identity.public().to_peer_id(), start: rand::random() };
         let streams_max = settings.path.streams_max as usize;
         let transport = QuicTransport::new(&settings.identity, settings.path.clone(), settings.book.clone())
@@ -273,6 +320,10 @@ impl Link for QuicLink {
             // A connection that ends by itself needs no reason.
             let _ = handle.stop.send(stop);
         }
+    }
+
+    fn hop_stats(&self, peer: Node) -> Option<HopStats> {
+        self.shared.registry().current(peer).map(Handle::stats)
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {

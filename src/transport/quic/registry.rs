@@ -14,7 +14,7 @@ use std::sync::Arc;
 use libp2p::{Multiaddr, PeerId};
 use tokio::sync::{Mutex, oneshot};
 
-use super::lane::Hello;
+use super::note::Hello;
 use crate::ids::Node;
 
 /// Connections to one peer that wait to be settled, at most.

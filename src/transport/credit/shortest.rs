@@ -1,0 +1,132 @@
+//! The shortest round trip of a hop: what it takes where nothing waits.
+//!
+//! It is believed for a while. Then it is measured anew: from frames that found the hop quiet, if
+//! there were any; else the window is made small until the queue has emptied and frames sent into
+//! the empty hop have come back.
+
+use std::time::{Duration, Instant};
+
+use super::RTT_GRAIN;
+
+/// How long the shortest round trip is believed.
+pub(super) const LIFE: Duration = Duration::from_secs(10);
+
+/// A round trip so many times the shortest is not of this hop's own making.
+const STALE: f64 = 1.5;
+
+/// Rounds of such round trips after which the shortest one is measured anew.
+pub(super) const STALE_ROUNDS: u32 = 3;
+
+/// What a frame found under way when it was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Under {
+    /// More than a quiet hop has.
+    Load,
+    /// So little that nothing waits.
+    Quiet,
+    /// So little, or what was left of more: the shortest round trip was being measured.
+    Probe,
+}
+
+/// Whether what was known of the hop still holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Belief {
+    Holds,
+    /// Round trips are so long that the hop must have become another.
+    Shaken,
+}
+
+/// The shortest round trip, and how it is kept fresh.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shortest {
+    value: Duration,
+    since: Instant,
+    /// The shortest of frames that found the hop quiet, since `since`.
+    quiet: Option<Duration>,
+    /// The shortest of this round.
+    round: Option<Duration>,
+    /// Rounds on end in which every round trip was far longer than `value`.
+    stale: u32,
+    probe: Probe,
+}
+
+/// How far the shortest round trip is from being measured anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Probe {
+    None,
+    /// The queue empties.
+    Drain,
+    /// Frames sent into the empty hop come back, the last of them when so much is returned.
+    Measure {
+        until: u64,
+        shortest: Duration,
+    },
+}
+
+impl Shortest {
+    /// Of a first sample.
+    pub(super) fn new(value: Duration, now: Instant) -> Self {
+        Self { value, since: now, quiet: None, round: None, stale: 0, probe: Probe::None }
+    }
+
+    /// The shortest round trip.
+    pub(super) fn value(&self) -> Duration {
+        self.value
+    }
+
+    /// Whether it is being measured anew, and the window is to be small.
+    pub(super) fn is_probing(&self) -> bool {
+        self.probe != Probe::None
+    }
+
+    /// Takes in the round trip of a frame, while so many bytes are sent and returned in all.
+    pub(super) fn handle_sample(
+        &mut self,
+        sample: Duration,
+        under: Under,
+        (sent, returned): (u64, u64),
+        now: Instant,
+    ) -> Belief {
+        if sample <= self.value {
+            *self = Self::new(sample, now);
+            return Belief::Holds;
+        }
+        let least = |known: Option<Duration>| Some(known.map_or(sample, |known| known.min(sample)));
+        self.round = least(self.round);
+        if under == Under::Quiet {
+            self.quiet = least(self.quiet);
+        }
+        match &mut self.probe {
+            Probe::None => return self.doubt(now),
+            Probe::Drain if under == Under::Probe => self.probe = Probe::Measure { until: sent, shortest: sample },
+            Probe::Drain => {}
+            Probe::Measure { until, shortest } => {
+                *shortest = sample.min(*shortest);
+                if returned >= *until {
+                    *self = Self::new(*shortest, now);
+                }
+            }
+        }
+        Belief::Holds
+    }
+
+    /// Measures anew what is too old, or can't be.
+    fn doubt(&mut self, now: Instant) -> Belief {
+        let stale = self.stale >= STALE_ROUNDS;
+        if stale || now.saturating_duration_since(self.since) > LIFE {
+            match self.quiet {
+                Some(quiet) => *self = Self::new(quiet, now),
+                None => self.probe = Probe::Drain,
+            }
+        }
+        if stale { Belief::Shaken } else { Belief::Holds }
+    }
+
+    /// A round of frames has come back.
+    pub(super) fn end_round(&mut self) {
+        if let Some(round) = self.round.take() {
+            let far = self.value.max(RTT_GRAIN).mul_f64(STALE);
+            self.stale = if round > far { self.stale + 1 } else { 0 };
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Hops behind an emulated WAN: full, and yet quick to control.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use libp2p::Multiaddr;
+use libp2p::multiaddr::Protocol;
+use ringfence::clock::now;
+use ringfence::transport::quic::QuicSettings;
+use ringfence::transport::{HopStats, Lane, LinkEvent};
+use ringfence::wan::{Proxy, ProxyHandle, ProxySettings, WanSettings};
+
+use super::nodes::{End, quic_node, quic_settings};
+
+/// A frame of the full-size model in bf16.
+const FRAME: usize = 33_000;
+
+/// A proxy in front of a node, and the node's address behind it.
+fn before(end: &End, wan: &str) -> (ProxyHandle, Multiaddr) {
+    let address = end.address();
+    let mut address = address.iter();
+    let (Some(Protocol::Ip4(ip)), Some(Protocol::Udp(port))) = (address.next(), address.next()) else {
+        panic!("{}", end.address());
+    };
+    let settings = ProxySettings { wan: wan.parse::<WanSettings>().unwrap(), ..ProxySettings::default() };
+    let proxy = Proxy::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let proxy = proxy.start(SocketAddr::from((ip, port)), settings).unwrap();
+    let way = [Protocol::Ip4(ip), Protocol::Udp(proxy.address().port())].into_iter().chain(address).collect();
+    (proxy, way)
+}
+
+/// What a hop did while it was kept full for a while.
+#[derive(Debug)]
+struct Full {
+    stats: HopStats,
+    /// Bytes of frames per second, once it had settled.
+    rate: f64,
+    /// How long control messages took, one way, sorted.
+    control: Vec<Duration>,
+    largest_in_flight: u64,
+}
+
+/// Keeps a hop full of frames for `time`, the first half of it to settle.
+async fn fill(wan: &str, time: Duration) -> Full {
+    let settings = || QuicSettings { stall_deadline: Duration::from_secs(5), ..quic_settings() };
+    let (a, mut b) = (quic_node(settings()).await, quic_node(settings()).await);
+    let (_proxy, way) = before(&b, wan);
+    let to = a.link.dial(way).await.unwrap();
+    let start = now();
+    let frames = tokio::spawn({
+        let link = Arc::clone(&a.link);
+        async move {
+            let body = Bytes::from(vec![1; FRAME]);
+            while start.elapsed() < time {
+                link.send(to, Lane::Data, body.clone()).await.unwrap();
+            }
+        }
+    });
+    let control = tokio::spawn({
+        let link = Arc::clone(&a.link);
+        async move {
+            let mut largest = 0;
+            while start.elapsed() < time {
+                let at = u64::try_from(start.elapsed().as_nanos()).unwrap();
+                link.send(to, Lane::Control, Bytes::copy_from_slice(&at.to_le_bytes())).await.unwrap();
+                let stats = link.hop_stats(to).unwrap();
+                if start.elapsed() > time / 2 {
+                    largest = largest.max(stats.in_flight);
+                }
+                tokio::time::sleep(Duration::from_millis(7)).await;
+            }
+            (link.hop_stats(to).unwrap(), largest)
+        }
+    });
+    let (mut bytes, mut control_took) = (0, Vec::new());
+    while start.elapsed() < time {
+        if let LinkEvent::Received { lane, body, .. } = b.next().await
+            && start.elapsed() > time / 2
+        {
+            match lane {
+                Lane::Data | Lane::Reply => bytes += body.len(),
+                Lane::Control => {
+                    let sent = Duration::from_nanos(u64::from_le_bytes(body[..].try_into().unwrap()));
+                    control_took.push(start.elapsed() - sent);
+                }
+            }
+        }
+    }
+    let (stats, largest_in_flight) = control.await.unwrap();
+    frames.abort();
+    control_took.sort_unstable();
+    let rate = bytes as f64 / (time / 2).as_secs_f64();
+    Full { stats, rate, control: control_took, largest_in_flight }
+}
+
+fn percentile(sorted: &[Duration], percent: usize) -> Duration {
+    sorted[(sorted.len() - 1) * percent / 100]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_hop_carries_its_rate_and_control_is_not_behind_it() {
+    // 50 Mbit/s, less what headers take; a frame takes over 5 ms of it.
+    const RATE: f64 = 5.95e6;
+    const ROUND_TRIP: Duration = Duration::from_millis(40);
+    for wan in ["rtt=40ms,rate=50mbit,queue=4mb", "rtt=40ms,rate=50mbit,queue=4mb,loss=0.1%"] {
+        let full = fill(wan, Duration::from_secs(4)).await;
+        let fits = RATE * (ROUND_TRIP.as_secs_f64() + FRAME as f64 / RATE);
+        assert!(full.rate > 0.85 * RATE, "{wan}: {full:?}");
+        // What a busy machine adds to a round trip counts as the hop's.
+        assert!((full.largest_in_flight as f64) < 1.75 * fits, "{wan}: {fits:.0} bytes fit: {full:?}");
+        assert!(full.stats.queued > 0, "it was full: {full:?}");
+        let control = percentile(&full.control, 50);
+        assert!(control < ROUND_TRIP * 13 / 10, "{wan}: {control:?} one way: {full:?}");
+    }
+}
