@@ -320,6 +320,7 @@ impl Ring {
                 drafts: member.offer.draft_block > 0,
                 faulted: member.faulted || member.suspect,
                 incumbent: self.incumbents.contains(&member.peer),
+                spare: member.offer.spare,
             })
             .collect()
     }
@@ -372,6 +373,7 @@ mod tests {
             addresses: vec![format!("/memory/{range}")],
             pid: 1,
             view: View(view),
+            spare: false,
         }
     }
 
