@@ -71,7 +71,7 @@ impl<'a> Screen<'a> {
         let mut err = io::stderr();
         match &self.bar {
             Some(bar) => bar.suspend(|| writeln!(err, "[{note}]")),
-            None => writeln!(err, "[{note}]"),
+            None => writeln!(err, "\n[{note}]"),
         }
     }
 
