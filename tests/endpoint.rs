@@ -4,6 +4,8 @@
 
 #[path = "endpoint/dial.rs"]
 mod dial;
+#[path = "endpoint/interop.rs"]
+mod interop;
 #[path = "endpoint/path.rs"]
 mod path;
 #[path = "endpoint/priority.rs"]

@@ -372,7 +372,7 @@ impl Ring {
                 predecessor: neighbour(at.checked_sub(1)),
                 successor: neighbour(at.checked_add(1)),
             };
-            self.outputs.push_back(Output::Send { to: *peer, message: Control::Join(join) });
+            self.outputs.push_back(Output::Send { to: *peer, message: Control::Join(Box::new(join)) });
         }
         self.state = State::Joining { pending: ring.iter().copied().collect(), ring, until: now + JOIN_DEADLINE };
     }

@@ -353,7 +353,7 @@ impl Shell {
             }
             Control::Report { nonce, report } => {
                 self.handle_report(peer, nonce, &report);
-                self.ring.handle_report(peer, report);
+                self.ring.handle_report(peer, *report);
             }
             Control::Opened { .. } => {}
             Control::Failed { view, session, reason } => self.handle_failed(peer, view, session, reason),

@@ -278,7 +278,7 @@ impl Shell {
             Control::Probe { nonce } => {
                 if self.membership.allows(peer) {
                     let report = StageReport { hop: self.hop(), ..self.counters.report(self.membership.view()) };
-                    self.send(peer, &Control::Report { nonce, report });
+                    self.send(peer, &Control::Report { nonce, report: Box::new(report) });
                 }
             }
             Control::Hello(_)

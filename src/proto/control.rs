@@ -196,7 +196,7 @@ pub enum Control {
     /// Stage → coordinator, after hello and after every change.
     Offer(Offer),
     /// Coordinator → stage.
-    Join(Join),
+    Join(Box<Join>),
     /// Stage → coordinator: neighbours are connected, frames of the view may come.
     Joined {
         /// The view.
@@ -256,7 +256,7 @@ pub enum Control {
         /// Of the probe.
         nonce: u64,
         /// The report.
-        report: StageReport,
+        report: Box<StageReport>,
     },
     /// Either way: alive?
     Heartbeat {

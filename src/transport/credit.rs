@@ -151,10 +151,11 @@ impl Credit {
         }
     }
 
-    /// Whether a frame of this cost may be sent now. One may always be where none is under way.
+    /// Whether a frame of this cost may be sent now. Where none is under way one may, since two
+    /// fit whatever they cost.
     #[must_use]
     pub fn may_send(&self, cost: u64) -> bool {
-        self.in_flight() == 0 || self.in_flight() + cost <= self.window_for(cost)
+        self.in_flight() + cost <= self.window_for(cost)
     }
 
     /// Takes in that a frame of this cost is sent; whether its credit is asked back at once, since

@@ -6,14 +6,14 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use futures::{AsyncReadExt, AsyncWriteExt};
+use futures::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use libp2p::core::Endpoint as Role;
-use libp2p::core::muxing::StreamMuxerExt;
+use libp2p::core::muxing::{StreamMuxer, StreamMuxerExt};
 use libp2p::core::transport::{DialOpts, ListenerId, PortUse, Transport, TransportError, TransportEvent};
 use libp2p::identity::Keypair;
 use libp2p::multiaddr::Protocol;
 use libp2p::{Multiaddr, PeerId};
-use ringfence::transport::endpoint::{EndpointError, Muxer, PathBook, PathSettings, QuicTransport, Stream};
+use ringfence::transport::endpoint::{EndpointError, Muxer, PathBook, PathSettings, QuicTransport};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
@@ -144,26 +144,36 @@ pub(crate) async fn connect(from: &Host, to: &mut Host, address: &Multiaddr) -> 
 }
 
 /// Opens a stream, and says something so that the other side hears of it.
-pub(crate) async fn open(muxer: &mut Muxer, first: &[u8]) -> Stream {
+pub(crate) async fn open<M>(muxer: &mut M, first: &[u8]) -> M::Substream
+where
+    M: StreamMuxer + Unpin,
+    M::Substream: Unpin,
+{
     let mut stream = poll_fn(|cx| muxer.poll_outbound_unpin(cx)).await.unwrap();
     stream.write_all(first).await.unwrap();
     stream
 }
 
-pub(crate) async fn accept(muxer: &mut Muxer) -> Stream {
+pub(crate) async fn accept<M: StreamMuxer + Unpin>(muxer: &mut M) -> M::Substream {
     let accepted = poll_fn(|cx| muxer.poll_inbound_unpin(cx));
     tokio::time::timeout(PATIENCE, accepted).await.expect("a stream in time").unwrap()
 }
 
 /// Reads exactly so many bytes.
-pub(crate) async fn read(stream: &mut Stream, bytes: usize) -> Vec<u8> {
+pub(crate) async fn read(stream: &mut (impl AsyncRead + Unpin), bytes: usize) -> Vec<u8> {
     let mut buffer = vec![0; bytes];
     tokio::time::timeout(PATIENCE, stream.read_exact(&mut buffer)).await.expect("bytes in time").unwrap();
     buffer
 }
 
 /// Sends a word there and an answer back on a new stream.
-pub(crate) async fn converse(near: &mut Muxer, far: &mut Muxer) {
+pub(crate) async fn converse<N, F>(near: &mut N, far: &mut F)
+where
+    N: StreamMuxer + Unpin,
+    N::Substream: Unpin,
+    F: StreamMuxer + Unpin,
+    F::Substream: Unpin,
+{
     let (mut asking, mut asked) = tokio::join!(open(near, b"question"), accept(far));
     assert_eq!(read(&mut asked, 8).await, b"question");
     asked.write_all(b"answer").await.unwrap();

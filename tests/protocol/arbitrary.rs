@@ -113,8 +113,9 @@ fn any_join() -> impl Strategy<Value = Control> {
             addresses().prop_map(|addresses| Neighbour { peer: ringfence::ids::Node::random(), addresses }),
         )
     };
-    (any::<u64>(), neighbour(), neighbour())
-        .prop_map(|(view, predecessor, successor)| Control::Join(Join { view: View(view), predecessor, successor }))
+    (any::<u64>(), neighbour(), neighbour()).prop_map(|(view, predecessor, successor)| {
+        Control::Join(Box::new(Join { view: View(view), predecessor, successor }))
+    })
 }
 
 fn any_open() -> impl Strategy<Value = Control> {
@@ -156,7 +157,7 @@ fn any_report() -> impl Strategy<Value = Control> {
     (any::<[u64; 6]>(), any::<u32>(), prop::collection::vec(session, 0..5)).prop_map(
         |([nonce, view, passes, busy_us, service_us, loaded_bytes], queued, sessions)| Control::Report {
             nonce,
-            report: StageReport {
+            report: Box::new(StageReport {
                 view: View(view),
                 sessions,
                 passes,
@@ -165,7 +166,7 @@ fn any_report() -> impl Strategy<Value = Control> {
                 queued,
                 loaded_bytes,
                 hop: None,
-            },
+            }),
         },
     )
 }

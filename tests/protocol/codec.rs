@@ -8,7 +8,7 @@ use ringfence::proto::codec::{
     CONTROL_HEADER_BYTES, Data, DecodeError, EncodeError, FRAME_BYTES_MAX, FRAME_IDS_MAX, FrameBuffer, bounded_reason,
     decode_control, decode_data, encode_control, encode_frame, encode_reply, frame_header_bytes,
 };
-use ringfence::proto::control::{Control, Join, Neighbour, Offer, Open, PROTOCOL_VERSION, Sampling, StageReport, Want};
+use ringfence::proto::control::{Control, Join, Neighbour, Offer, Open, PROTOCOL_VERSION, Sampling, Want};
 use ringfence::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
 
 use super::arbitrary::{any_control, any_frame, any_reply, damage, damaged};
@@ -320,7 +320,7 @@ fn long_texts_are_refused_and_reasons_are_cut() {
         predecessor: Some(Neighbour { peer: ringfence::ids::Node::random(), addresses }),
         successor: None,
     };
-    assert!(encode_control(&Control::Join(join)).unwrap_err().to_string().contains("17, the limit is 16"));
+    assert!(encode_control(&Control::Join(Box::new(join))).unwrap_err().to_string().contains("17, the limit is 16"));
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn caps_are_those_of_the_lanes() {
 fn a_count_that_the_bytes_cannot_hold_allocates_nothing_for_it() {
     // A report that announces as many sessions as postcard can say, in front of zeros.
     for zeros in [0, 10, 1000, 100_000] {
-        let report = Control::Report { nonce: 0, report: StageReport::default() };
+        let report = Control::Report { nonce: 0, report: Box::default() };
         let mut bytes = encode_control(&report).unwrap()[..CONTROL_HEADER_BYTES + 3].to_vec();
         bytes.extend([0xff, 0xff, 0xff, 0x7f]);
         bytes.extend(vec![0; zeros]);

@@ -115,3 +115,37 @@ async fn a_full_hop_carries_its_rate_and_control_is_not_behind_it() {
         assert!(control < ROUND_TRIP * 13 / 10, "{wan}: {control:?} one way: {full:?}");
     }
 }
+
+/// A frame there and a byte back, once, `frame` bytes long.
+async fn echo(a: &mut End, b: &mut End, frame: usize) -> Duration {
+    let sent = now();
+    a.link.send(b.peer(), Lane::Data, Bytes::from(vec![1; frame])).await.unwrap();
+    assert_eq!(b.expect_body(a.peer()).await.1.len(), frame);
+    b.link.send(a.peer(), Lane::Reply, Bytes::from_static(b"1")).await.unwrap();
+    a.expect_body(b.peer()).await;
+    sent.elapsed()
+}
+
+/// Idle for ten idle times of the connection, which its keep-alives carry it over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hop_that_was_idle_for_long_carries_its_first_frame_at_full_speed() {
+    let settings = || {
+        let mut settings = quic_settings();
+        settings.path.idle_timeout = Duration::from_millis(400);
+        settings.path.keep_alive = Duration::from_millis(100);
+        settings
+    };
+    let (mut a, mut b) = (quic_node(settings()).await, quic_node(settings()).await);
+    let (_proxy, way) = before(&b, "rtt=60ms");
+    a.link.dial(way).await.unwrap();
+    a.expect_connected(b.peer()).await;
+    b.expect_connected(a.peer()).await;
+    let mut took = Vec::new();
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        took.push(echo(&mut a, &mut b, FRAME).await);
+    }
+    took.sort_unstable();
+    // A window that had collapsed would make it two round trips or more.
+    assert!(took[0] < Duration::from_millis(110), "{took:?}");
+}

@@ -89,8 +89,8 @@ pub struct QuicSettings {
     /// Bytes of frames that may be under way to a peer, or from it, whatever is measured; default
     /// 16 MiB, the smaller of both sides' counts. Two frames may be, however large.
     pub window_max: u64,
-    /// Connections that may come in, settled or not; default 256. Larger costs up to some 20 MiB
-    /// each while they flood.
+    /// Connections that may come in, settled or not; default 256. Larger costs up to
+    /// `path.connection_window` each while they flood.
     pub inbound_max: usize,
 }
 
