@@ -24,6 +24,8 @@ pub struct StageSettings {
     pub announce: Vec<Multiaddr>,
     /// Which addresses of neighbours are dialled. Default: as near as this stage's own addresses.
     pub dial_scope: Scope,
+    /// Whether it only replaces other stages of its range. Default no.
+    pub spare: bool,
     /// Pause between heartbeats to every peer. Default 300 ms; three missed make a peer suspect.
     pub heartbeat: Duration,
     /// Silence after which a peer is dead and cut off. Default 3 s; larger finds a dead one later,

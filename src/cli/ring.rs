@@ -34,6 +34,8 @@ pub struct LocalRingOptions {
     pub model: String,
     /// Ranges, head first.
     pub cut: Vec<LayerRange>,
+    /// Ranges of stages that wait to replace others.
+    pub spares: Vec<LayerRange>,
     /// Wire encoding.
     pub wire: WireEncoding,
     /// Frames in flight per session, at most.
@@ -44,6 +46,9 @@ pub struct LocalRingOptions {
     pub threads: usize,
     /// The emulated network in front of every stage; `None`: the ring talks over loopback alone.
     pub wan: Option<WanSettings>,
+    /// Whether the coordinator reaches each stage through an emulated network of its own, so that the hop
+    /// between two stages can be cut alone.
+    pub own_hops: bool,
     /// Seed of what is random on that network.
     pub seed: u64,
 }
@@ -55,10 +60,14 @@ pub struct LocalStage {
     pub peer: String,
     /// Its layers.
     pub range: LayerRange,
+    /// Whether it waits to replace another.
+    pub spare: bool,
     /// Its process.
     pub child: Child,
     /// The emulated network in front of it; each of its neighbours has paths of its own there.
     pub wan: Option<ProxyHandle>,
+    /// The coordinator's own way to it, where there is one.
+    pub coordinator_wan: Option<ProxyHandle>,
     /// That network before it is told where the stage listens.
     proxy: Option<Proxy>,
 }
@@ -109,13 +118,15 @@ impl LocalRing {
         let mut ring = Self { url: String::new(), stages: Vec::new(), coordinator: None, folder };
         let coordinator = identity::load_or_create(&ring.coordinator_key()).map_err(Failure::of("identity"))?;
         let coordinator = coordinator.public().to_peer_id();
-        for range in &options.cut {
-            let identity = ring.folder.path().join(format!("stage-{}-{}.key", range.lo(), range.hi()));
+        let ranges = options.cut.iter().map(|range| (range, false));
+        for (at, (range, spare)) in ranges.chain(options.spares.iter().map(|range| (range, true))).enumerate() {
+            let identity = ring.folder.path().join(format!("stage-{at}-{}-{}.key", range.lo(), range.hi()));
             // The proxy's address must be known before that of the stage behind it.
             let proxy = options.wan.as_ref().map(|_| Proxy::bind(LOOPBACK)).transpose().map_err(Failure::of("wan"))?;
             let announce = proxy.as_ref().map(|proxy| quic_address(proxy.address()));
-            let child = spawn_stage(options, *range, (&identity, coordinator), announce)?;
-            ring.stages.push(LocalStage { peer: String::new(), range: *range, child, proxy, wan: None });
+            let child = spawn_stage(options, (*range, spare), (&identity, coordinator), announce)?;
+            let (peer, range) = (String::new(), *range);
+            ring.stages.push(LocalStage { peer, range, spare, child, proxy, wan: None, coordinator_wan: None });
         }
         Ok(ring)
     }
@@ -123,15 +134,23 @@ impl LocalRing {
     /// Waits for the stages, starts the coordinator and waits until a token went round.
     async fn ready(&mut self, options: &LocalRingOptions) -> Result<(), Failure> {
         let mut addresses = Vec::new();
+        let count = self.stages.len();
         for (at, stage) in self.stages.iter_mut().enumerate() {
             let ready = stage.child.ready(STAGE_DEADLINE).await.map_err(Failure::of("stage"))?;
             stage.peer = text(&ready, "/peer")?;
-            let mut reached_at = "/addresses/0";
-            if let Some(proxy) = stage.proxy.take() {
-                stage.wan = Some(join_wan(options, at, proxy, &text(&ready, reached_at)?)?);
-                reached_at = "/announced/0";
+            let listens = text(&ready, "/addresses/0")?;
+            let Some(proxy) = stage.proxy.take() else {
+                addresses.push(listens);
+                continue;
+            };
+            stage.wan = Some(join_wan(options, at, proxy, &listens)?);
+            if options.own_hops {
+                let proxy = Proxy::bind(LOOPBACK).map_err(Failure::of("wan"))?;
+                let own = stage.coordinator_wan.insert(join_wan(options, count + at, proxy, &listens)?);
+                addresses.push(format!("{}/p2p/{}", quic_address(own.address()), stage.peer));
+            } else {
+                addresses.push(text(&ready, "/announced/0")?);
             }
-            addresses.push(text(&ready, reached_at)?);
         }
         let coordinator = spawn_coordinator(options, &self.coordinator_key(), &addresses)?;
         let ready = self.coordinator.insert(coordinator).ready(COORDINATOR_DEADLINE).await;
@@ -160,7 +179,7 @@ impl LocalRing {
 
 fn spawn_stage(
     options: &LocalRingOptions,
-    range: LayerRange,
+    (range, spare): (LayerRange, bool),
     (identity, coordinator): (&Path, PeerId),
     announce: Option<Multiaddr>,
 ) -> Result<Child, Failure> {
@@ -174,7 +193,11 @@ fn spawn_stage(
     if let Some(address) = announce {
         flag("--announce", address.to_string());
     }
-    Child::spawn(Spawn { name: format!("stage {range}"), args }).map_err(Failure::of("stage"))
+    if spare {
+        args.push("--spare".to_owned());
+    }
+    let name = if spare { format!("spare {range}") } else { format!("stage {range}") };
+    Child::spawn(Spawn { name, args }).map_err(Failure::of("stage"))
 }
 
 fn spawn_coordinator(options: &LocalRingOptions, identity: &Path, stages: &[String]) -> Result<Child, Failure> {
@@ -212,7 +235,7 @@ fn quic_address(address: SocketAddr) -> Multiaddr {
 
 /// The UDP address that a multiaddr begins with.
 #[allow(clippy::wildcard_enum_match_arm, reason = "the enum is libp2p's, and open-ended")]
-fn udp_address(address: &str) -> Option<SocketAddr> {
+pub(crate) fn udp_address(address: &str) -> Option<SocketAddr> {
     let address: Multiaddr = address.parse().ok()?;
     let mut parts = address.iter();
     let ip: IpAddr = match parts.next()? {

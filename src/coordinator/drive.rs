@@ -233,6 +233,8 @@ impl Shell {
     fn count_in_flight(&self) {
         let frames: usize = self.sessions.values().map(|session| session.round.in_flight()).sum();
         self.shared.in_flight.store(u32::try_from(frames).unwrap_or(u32::MAX), Ordering::Relaxed);
+        let rejections = self.sessions.values().map(|session| u64::from(session.round.stats().rejections)).sum();
+        self.shared.rejections.store(rejections, Ordering::Relaxed);
     }
 
     /// Ends a session well: frees it on every stage, and asks what they computed.
@@ -419,6 +421,7 @@ impl Shell {
             match self.opening(id, &session.request, &session.committed, Some(&session.arithmetic), now) {
                 Ok(opening) => {
                     tracing::info!(session = %id, replayed = opening.open.prompt_len, "session goes on");
+                    self.heals.replayed(u64::from(opening.open.prompt_len), self.replay_bytes(&opening));
                     if let Some(session) = self.sessions.get_mut(&id) {
                         session.resume(opening, now);
                     }
@@ -427,6 +430,24 @@ impl Shell {
                 Err(JobError::NotReady { .. }) => {}
                 Err(error) => self.fail(id, error),
             }
+        }
+    }
+
+    /// What the whole history of a session costs on the way from the coordinator to the tail.
+    fn replay_bytes(&self, opening: &Opening) -> u64 {
+        let position = |(_, range): &(Node, LayerRange)| match range.lo() {
+            0 => size_of::<TokenId>(),
+            layer => opening.open.encoding_at(layer).position_bytes(self.shape.hc, self.shape.dim),
+        };
+        let bytes: usize = opening.ring.iter().map(position).sum();
+        u64::from(opening.open.prompt_len).saturating_mul(u64::try_from(bytes).unwrap_or(u64::MAX))
+    }
+
+    /// Notes when every session that was computed again has its state.
+    pub(super) fn settle_heals(&mut self) {
+        if self.heals.rebuilding() && !self.sessions.values().any(Session::rebuilding) {
+            self.heals.rebuilt(clock::now());
+            self.publish();
         }
     }
 

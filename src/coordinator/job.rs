@@ -4,6 +4,7 @@
 use serde::Serialize;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::coordinator::heals::HealStatus;
 use crate::ids::{SessionId, TokenId, View, WireEncoding};
 use crate::proto::control::Sampling;
 use crate::proto::frame::Answer;
@@ -266,6 +267,10 @@ pub struct MemberStatus {
     pub in_ring: bool,
     /// Whether it answers.
     pub alive: bool,
+    /// Whether it only replaces other stages of its range.
+    pub spare: bool,
+    /// Where its neighbours dial it.
+    pub addresses: Vec<String>,
     /// Round trip of the coordinator's heartbeats to it, in microseconds; `None` before the first
     /// answer.
     pub rtt_us: Option<u64>,
@@ -318,6 +323,12 @@ pub struct RingStatus {
     /// Hops in the order of a frame's way: coordinator to head, stage to stage, tail to coordinator;
     /// empty unless whole.
     pub hops: Vec<HopStatus>,
+    /// Breaks of the ring and their heals, oldest first; at most [`HEALS_MAX`](crate::coordinator::heals::HEALS_MAX).
+    pub heals: Vec<HealStatus>,
+    /// Milliseconds since the coordinator started: the clock of `heals`.
+    pub uptime_ms: u64,
+    /// Drafts that were rejected in the open sessions since they were last opened on a ring.
+    pub rejections: u64,
     /// Open sessions.
     pub sessions: u32,
     /// Frames in flight over all sessions.

@@ -8,6 +8,7 @@
 
 mod drive;
 pub mod handle;
+pub mod heals;
 pub mod job;
 pub mod localize;
 pub mod plan;

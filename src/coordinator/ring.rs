@@ -13,6 +13,9 @@ use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
 /// How long the members of a view may take to connect to each other.
 const JOIN_DEADLINE: Duration = Duration::from_secs(10);
 
+/// How long the first ring waits for other stages of the ranges that only spares hold.
+const SPARE_GRACE: Duration = Duration::from_secs(1);
+
 /// How long to wait after a join that failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -98,6 +101,8 @@ pub struct Ring {
     members: BTreeMap<Node, Member>,
     /// Members of the last view that was joined.
     incumbents: BTreeSet<Node>,
+    /// When the first ring takes spares.
+    spares_from: Option<Instant>,
     state: State,
     outputs: VecDeque<Output>,
 }
@@ -111,6 +116,7 @@ impl Ring {
             view: View(0),
             members: BTreeMap::new(),
             incumbents: BTreeSet::new(),
+            spares_from: None,
             state: State::Waiting { why: String::new(), retry: None },
             outputs: VecDeque::new(),
         };
@@ -320,12 +326,14 @@ impl Ring {
                 drafts: member.offer.draft_block > 0,
                 faulted: member.faulted || member.suspect,
                 incumbent: self.incumbents.contains(&member.peer),
+                spare: member.offer.spare,
             })
             .collect()
     }
 
     fn replan(&mut self, now: Option<Instant>) {
         match (plan(self.layers, &self.candidates()), now) {
+            (Ok(ring), Some(now)) if self.waits_for_others(&ring, now) => {}
             (Ok(ring), Some(now)) => self.join(ring.iter().map(|member| member.peer).collect(), now),
             (Ok(_), None) => {}
             (Err(error), _) => {
@@ -335,6 +343,21 @@ impl Ring {
                 }
             }
         }
+    }
+
+    /// Before the first ring: stages that come together are not all there at once, and a spare must not
+    /// take a place for being the first.
+    fn waits_for_others(&mut self, ring: &[Candidate], now: Instant) -> bool {
+        let Some(spare) = ring.iter().find(|candidate| candidate.spare) else { return false };
+        let from = *self.spares_from.get_or_insert(now + SPARE_GRACE);
+        let waits = self.incumbents.is_empty() && now < from;
+        if waits {
+            self.wait(
+                format!("layers {} are held by a spare only: waiting for another stage", spare.range),
+                Some(from),
+            );
+        }
+        waits
     }
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
@@ -372,6 +395,7 @@ mod tests {
             addresses: vec![format!("/memory/{range}")],
             pid: 1,
             view: View(view),
+            spare: false,
         }
     }
 
@@ -467,6 +491,25 @@ mod tests {
         ring.handle_offer(a, offer("0:7", 8), now);
         assert_eq!(drain(&mut ring), [], "it takes no stage back");
         assert!(ring.missing().unwrap().contains("stops serving"));
+    }
+
+    #[test]
+    fn a_spare_takes_no_place_for_being_the_first() {
+        let now = clock::now();
+        let (spare, stage) = (Node::random(), Node::random());
+        let waiting = || Offer { spare: true, ..offer("0:7", 0) };
+        let mut ring = Ring::new(7);
+        ring.handle_offer(spare, waiting(), now);
+        assert_eq!(joins(&drain(&mut ring)), []);
+        ring.handle_offer(stage, offer("0:7", 0), now);
+        assert_eq!(joins(&drain(&mut ring)), [(stage, View(1), None, None)]);
+        ring.handle_joined(stage, View(1));
+        ring.handle_gone(stage, "reset", now);
+        assert_eq!(joins(&drain(&mut ring)), [(spare, View(2), None, None)], "a heal waits for nobody");
+        let mut ring = Ring::new(7);
+        ring.handle_offer(spare, waiting(), now);
+        ring.handle_timeout(ring.poll_timeout().unwrap());
+        assert_eq!(joins(&drain(&mut ring)), [(spare, View(1), None, None)], "nobody else came");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, watch};
 use crate::clock;
 use crate::config::{Admit, CoordinatorSettings};
 use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
+use crate::coordinator::heals::Heals;
 use crate::coordinator::job::{HopStatus, JobError, MemberStatus, ModelFacts, RingStatus};
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
@@ -65,6 +66,7 @@ pub struct ModelShape {
 
 /// Starts the loop as a task; the ring is whole some time later.
 pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordinator, tokio::task::JoinHandle<()>) {
+    let now = clock::now();
     let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
     let shared = Arc::new(Shared {
         status: Mutex::new(RingStatus {
@@ -75,11 +77,16 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
             missing: Some("starting".to_owned()),
             last_round_ms: None,
             members: Vec::new(),
+            heals: Vec::new(),
+            uptime_ms: 0,
+            rejections: 0,
             sessions: 0,
             in_flight: 0,
             encoding: settings.encoding,
         }),
         last_round: Mutex::new(None),
+        begun: now,
+        rejections: AtomicU64::new(0),
         in_flight: AtomicU32::new(0),
         open: AtomicU32::new(0),
         next_session: AtomicU64::new(1),
@@ -94,10 +101,10 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
         ready_for: settings.ready_for,
     };
     let (failed_dials, dials) = mpsc::channel(DIALS_MAX);
-    let now = clock::now();
     let mut shell = Shell {
         greeter: Greeter::new(Hello::ours(Role::Coordinator, parts.shape.digest)),
         ring: Ring::new(parts.shape.layers),
+        heals: Heals::new(now),
         heartbeats: Heartbeats::new(LivenessConfig {
             interval: settings.heartbeat,
             dead_after: settings.dead_after,
@@ -124,6 +131,7 @@ pub(super) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(super) ring: Ring,
+    pub(super) heals: Heals,
     pub(super) heartbeats: Heartbeats,
     redials: Vec<Redial>,
     pub(super) sessions: BTreeMap<SessionId, Session>,
@@ -161,6 +169,7 @@ impl Shell {
             }
             self.drain_heartbeats();
             self.drain_ring();
+            self.settle_heals();
         }
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
             self.fail(id, JobError::Shutdown);
@@ -231,8 +240,8 @@ impl Shell {
         while let Some((peer, output)) = self.heartbeats.poll_output() {
             match output {
                 LivenessOutput::SendHeartbeat { seq } => self.send(peer, &Control::Heartbeat { seq }),
-                LivenessOutput::Suspect { .. } => self.ring.handle_suspect(peer, true),
-                LivenessOutput::Alive => self.ring.handle_suspect(peer, false),
+                LivenessOutput::Suspect { .. } => self.handle_suspect(peer, true),
+                LivenessOutput::Alive => self.handle_suspect(peer, false),
                 LivenessOutput::Dead { silent_for } => {
                     let why = format!("no sign of life for {} ms", silent_for.as_millis());
                     self.link.disconnect(peer, &why);
@@ -240,6 +249,11 @@ impl Shell {
                 }
             }
         }
+    }
+
+    fn handle_suspect(&mut self, peer: Node, suspect: bool) {
+        self.ring.handle_suspect(peer, suspect);
+        self.publish();
     }
 
     fn handle_link(&mut self, event: LinkEvent) {
@@ -394,12 +408,14 @@ impl Shell {
                 Output::Send { to, message } => self.send(to, &message),
                 Output::Broken { peer, range, why } => {
                     tracing::warn!(%peer, %range, why, "the ring is broken");
+                    self.heals.detected((peer, range), self.ring.view(), &why, clock::now());
                     // Published first: whoever hears of the loss finds the ring not ready.
                     self.publish();
                     self.handle_broken(peer, range, &why);
                 }
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
+                    self.heals.whole(view, clock::now());
                     self.publish();
                     self.resume_sessions();
                     self.probe_at = clock::now() + self.settings.probe_every;
@@ -413,7 +429,7 @@ impl Shell {
         }
     }
 
-    fn publish(&self) {
+    pub(super) fn publish(&self) {
         let whole = self.ring.whole();
         let context = whole.iter().map(|member| member.offer.max_context).min().unwrap_or(0);
         let sessions = whole.iter().map(|member| member.offer.max_sessions).min().unwrap_or(0);
@@ -429,6 +445,7 @@ impl Shell {
         status.members = whole.iter().map(|member| self.member_status(member, true)).collect();
         status.members.extend(outside.map(|member| self.member_status(member, false)));
         status.hops = self.hops(&whole);
+        status.heals = self.heals.list();
     }
 
     /// The hops of the ring in the order of a frame's way, each as its sender measured it.
@@ -454,6 +471,8 @@ impl Shell {
             pid: local.then_some(member.offer.pid),
             in_ring,
             alive: !member.suspect,
+            spare: member.offer.spare,
+            addresses: member.offer.addresses.clone(),
             rtt_us: rtt.map(|rtt| micros(rtt.mean)),
             service_us: report.map_or(0, |report| report.service_us),
             passes: report.map_or(0, |report| report.passes),

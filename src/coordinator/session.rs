@@ -81,6 +81,8 @@ pub(crate) struct Session {
     /// Of the rounds before the present one.
     past: RoundStats,
     heals: u32,
+    /// It is computed again, and has not answered since.
+    rebuilding: bool,
     begun: Instant,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -108,6 +110,7 @@ impl Session {
             wire_bytes_per_position: 0,
             past: RoundStats::default(),
             heals: 0,
+            rebuilding: false,
             begun: now,
             first: None,
             last: None,
@@ -131,6 +134,7 @@ impl Session {
         self.probes.clear();
         self.frames_sent = 0;
         self.heals += 1;
+        self.rebuilding = true;
         tracing::debug!(after = ?self.last.map(|last| now.duration_since(last)), "round replaced");
     }
 
@@ -139,6 +143,7 @@ impl Session {
     /// # Errors
     /// [`JobError::Diverged`] where another one was committed there before.
     pub(crate) fn commit(&mut self, index: u32, token: TokenId, now: Instant) -> Result<(), JobError> {
+        self.rebuilding = false;
         let at = self.replayed + index as usize;
         if let Some(told) = self.committed.get(at) {
             if *told == token {
@@ -160,12 +165,18 @@ impl Session {
 
     /// A prompt position is scored; what was told before is not told again.
     pub(crate) fn score(&mut self, pos: u32, answer: Answer) -> Result<(), JobError> {
+        self.rebuilding = false;
         if pos < self.scored || pos as usize >= self.request.prompt.len() {
             return Ok(());
         }
         self.scored = pos + 1;
         self.patience = None;
         self.tell(Event::Scored { pos, answer })
+    }
+
+    /// Whether it is computed again and has not answered since.
+    pub(crate) fn rebuilding(&self) -> bool {
+        self.rebuilding
     }
 
     fn tell(&self, event: Event) -> Result<(), JobError> {

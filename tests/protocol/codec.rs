@@ -296,6 +296,7 @@ fn a_layer_range_that_holds_nothing_does_not_parse() {
         addresses: vec![],
         pid: 0,
         view: View(0),
+        spare: false,
     });
     let mut bytes = encode_control(&offer).unwrap().to_vec();
     // Behind the header and the variant's number come lo and hi, one byte each.

@@ -79,6 +79,7 @@ pub(crate) fn start_stage(
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
         announce: Vec::new(),
         dial_scope: Scope::Public,
+        spare: false,
         heartbeat: HEARTBEAT,
         dead_after: DEAD_AFTER,
     };
