@@ -9,6 +9,7 @@ mod processes {
     mod heal;
     mod http;
     mod refusals;
+    mod restart;
     mod rig;
     mod ring;
 }

@@ -1,7 +1,8 @@
 //! A request as the coordinator takes it and the events it gives back: the seam between
 //! [`crate::api`] and the ring.
 
-use serde::Serialize;
+use futures::future::BoxFuture;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::coordinator::heals::HealStatus;
@@ -13,7 +14,7 @@ use crate::proto::frame::Answer;
 pub const JOB_EVENTS_MAX: usize = 4096;
 
 /// Whether drafts are streamed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// Drafts are streamed through the ring without waiting.
@@ -24,7 +25,7 @@ pub enum Mode {
 }
 
 /// One request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Prompt tokens, at least one, all below the vocabulary.
     pub prompt: Vec<TokenId>,
@@ -42,8 +43,41 @@ pub struct Request {
     pub ignore_eos: bool,
 }
 
+/// Who asked, as far as it matters when the answer is read on over another connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Client {
+    /// The answer can be read on: the client learns the request's id before it has read all of it.
+    pub resumable: bool,
+    /// Digest of the authorization that came with the request; whoever reads on needs the same.
+    pub authorization: Option<[u8; 32]>,
+    /// How the API writes the answer, in its own words.
+    pub form: Vec<u8>,
+}
+
+impl Default for Client {
+    /// One without authorization that may come back.
+    fn default() -> Self {
+        Self { resumable: true, authorization: None, form: Vec::new() }
+    }
+}
+
+/// A session that is read on.
+#[derive(Debug)]
+pub struct Attached {
+    /// What it says from here on.
+    pub job: Job,
+    /// What was asked.
+    pub request: Request,
+    /// [`Client::form`] of the request.
+    pub form: Vec<u8>,
+    /// The tokens said before, from the first on.
+    pub tokens: Vec<TokenId>,
+    /// Nothing but the end is still to come.
+    pub ended: bool,
+}
+
 /// Why a session ended well.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finish {
     /// The end-of-sequence token came (it is the last committed token), or the caller stopped it.
@@ -156,9 +190,32 @@ pub enum JobError {
         /// What is missing.
         why: String,
     },
+    /// The session goes on, and not for this reader.
+    #[error("this stream ends here: {why}; read on with GET /v1/streams/REQUEST and Last-Event-ID")]
+    Detached {
+        /// Why.
+        why: String,
+    },
+    /// The log can't be written.
+    #[error(
+        "the coordinator's log can't be written: {why}; what was sent is in it, and the request goes on when the \
+         coordinator is started again"
+    )]
+    NotLogged {
+        /// What the system said.
+        why: String,
+    },
     /// The coordinator stops.
     #[error("the coordinator is shutting down")]
     Shutdown,
+}
+
+impl JobError {
+    /// The session may go on, here or in another coordinator: its stream has no end yet.
+    #[must_use]
+    pub fn leaves_open(&self) -> bool {
+        matches!(self, Self::Detached { .. } | Self::NotLogged { .. })
+    }
 }
 
 /// Why a request was not taken.
@@ -357,6 +414,21 @@ pub trait Serve: Send + Sync + 'static {
     /// # Errors
     /// [`SubmitError`]; nothing was started then.
     fn submit(&self, request: Request) -> Result<Job, SubmitError>;
+
+    /// Starts a session whose client may come back.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing was started then.
+    fn submit_as(&self, request: Request, client: Client) -> Result<Job, SubmitError> {
+        let _ = client;
+        self.submit(request)
+    }
+
+    /// Reads a session on; whoever read it before is told so. `None`: there is none, or it is another's.
+    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+        let _ = (session, authorization);
+        Box::pin(std::future::ready(None))
+    }
 
     /// The ring as it stands.
     fn status(&self) -> RingStatus;

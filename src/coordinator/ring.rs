@@ -124,6 +124,24 @@ impl Ring {
         ring
     }
 
+    /// Its first view is above `view` too.
+    pub fn start_above(&mut self, view: View) {
+        self.view = self.view.max(view);
+    }
+
+    /// Another coordinator leads the ring.
+    #[must_use]
+    pub fn is_superseded(&self) -> bool {
+        matches!(self.state, State::Superseded { .. })
+    }
+
+    /// The view can't be joined, for it can't be logged.
+    pub fn handle_not_logged(&mut self, why: &str, now: Instant) {
+        if matches!(self.state, State::Joining { .. }) {
+            self.wait(format!("view {} can't be logged: {why}", self.view), Some(now + RETRY_AFTER));
+        }
+    }
+
     /// The current view; 0 before the first.
     #[must_use]
     pub fn view(&self) -> View {
@@ -250,14 +268,15 @@ impl Ring {
 
     /// A member refuses the view, or leaves it for another coordinator's.
     pub fn handle_join_refused(&mut self, peer: Node, view: View, current: View, reason: &str, now: Instant) {
-        if view != self.view || matches!(self.state, State::Superseded { .. }) {
+        if (view != self.view && current <= self.view) || self.is_superseded() {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
         let name = range.map_or_else(String::new, |range| range.to_string());
-        if current > view {
+        if current > self.view {
+            let ours = self.view;
             let why = format!(
-                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {view}: {reason}; \
+                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {ours}: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
             if let Some(range) = range {
