@@ -47,7 +47,7 @@ fn read_on(url: &str, mut events: Vec<Event>) -> Vec<u64> {
 
 fn start(temperature: f64) -> (Ring, tempfile::TempDir, Vec<u64>) {
     let folder = tempfile::tempdir().unwrap();
-    let ring = Ring::start_with(&CUT, &["--log", folder.path().to_str().unwrap()]);
+    let ring = Ring::start_with(&CUT, &["--heal-wait", "30", "--log", folder.path().to_str().unwrap()]);
     let expected = ids(&http::stream(ring.url(), &request(temperature)).events(), 0);
     assert_eq!(expected.len(), NEW);
     (ring, folder, expected)
@@ -56,7 +56,8 @@ fn start(temperature: f64) -> (Ring, tempfile::TempDir, Vec<u64>) {
 /// Options of the next coordinator of a ring, which dials its stages.
 fn next(ring: &Ring, folder: &tempfile::TempDir) -> Vec<String> {
     let stages = ring.stages.iter().flat_map(|stage| ["--stage".to_owned(), stage.address.clone()]);
-    stages.chain(["--log".to_owned(), folder.path().to_str().unwrap().to_owned()]).collect()
+    let folder = folder.path().to_str().unwrap();
+    stages.chain(["--heal-wait", "30", "--log", folder].map(str::to_owned)).collect()
 }
 
 fn begin(ring: &Ring, temperature: f64, count: usize) -> (http::Answer, Vec<Event>) {
