@@ -116,22 +116,25 @@ impl Client {
         body: &Value,
         mut each: impl FnMut(Value) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut answer = self.post(body, STREAM_WAIT)?;
-        let mut lines = BufReader::new(answer.body_mut().with_config().limit(u64::MAX).reader());
-        let mut failure = None;
-        loop {
-            let line = next_line(&mut lines)?;
-            let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
-            if data == "[DONE]" {
-                return failure.map_or(Ok(()), |message| Err(ClientError::Failed { message }.into()));
-            }
-            let event: Value =
-                serde_json::from_str(data).map_err(|why| ClientError::Shape { why: format!("an event: {why}") })?;
-            match message_of(&event) {
-                Some(message) => failure = Some(message),
-                None => each(event)?,
-            }
+        read_events(self.post(body, STREAM_WAIT)?, &mut each)
+    }
+
+    /// Reads a stream on that broke off behind event `last` of request `name`.
+    ///
+    /// # Errors
+    /// As [`Client::stream`].
+    pub fn read_on<E: From<ClientError>>(
+        &self,
+        (name, last): (&str, u64),
+        mut each: impl FnMut(Value) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let url = format!("{}/v1/streams/{name}", self.base);
+        let answer = agent(STREAM_WAIT).get(&url).header("last-event-id", format!("{name}:{last}")).call();
+        let mut answer = answer.map_err(|why| ClientError::Connect { url, why: why.to_string() })?;
+        if !answer.status().is_success() {
+            return Err(refusal(&mut answer).into());
         }
+        read_events(answer, &mut each)
     }
 
     fn post(&self, body: &Value, wait: Duration) -> Result<ureq::http::Response<ureq::Body>, ClientError> {
@@ -164,6 +167,28 @@ fn refusal(answer: &mut ureq::http::Response<ureq::Body>) -> ClientError {
     let message = serde_json::from_str::<Value>(&text).ok().and_then(|body| message_of(&body));
     let message = message.unwrap_or_else(|| text.chars().take(200).collect());
     ClientError::Refused { status: answer.status().as_u16(), message }
+}
+
+/// Hands every event of a stream to `each`.
+fn read_events<E: From<ClientError>>(
+    mut answer: ureq::http::Response<ureq::Body>,
+    each: &mut impl FnMut(Value) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut lines = BufReader::new(answer.body_mut().with_config().limit(u64::MAX).reader());
+    let mut failure = None;
+    loop {
+        let line = next_line(&mut lines)?;
+        let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
+        if data == "[DONE]" {
+            return failure.map_or(Ok(()), |message| Err(ClientError::Failed { message }.into()));
+        }
+        let event: Value =
+            serde_json::from_str(data).map_err(|why| ClientError::Shape { why: format!("an event: {why}") })?;
+        match message_of(&event) {
+            Some(message) => failure = Some(message),
+            None => each(event)?,
+        }
+    }
 }
 
 /// The message of an error object.

@@ -165,6 +165,7 @@ impl Demo {
             model: args.model.clone(),
             cut: self.cut.clone(),
             spares: if args.churn { self.cut.clone() } else { Vec::new() },
+            log: false,
             own_hops: false,
             wire: args.wire,
             in_flight: args.in_flight,

@@ -5,6 +5,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -23,6 +24,9 @@ const STAGE_DEADLINE: Duration = Duration::from_secs(300);
 
 /// How long the coordinator may take until a token has gone round.
 const COORDINATOR_DEADLINE: Duration = Duration::from_secs(60);
+
+/// Where a coordinator serves until it has a port.
+const ANY_PORT: &str = "127.0.0.1:0";
 
 /// Where the proxies of an emulated network listen.
 const LOOPBACK: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
@@ -46,6 +50,8 @@ pub struct LocalRingOptions {
     pub threads: usize,
     /// The emulated network in front of every stage; `None`: the ring talks over loopback alone.
     pub wan: Option<WanSettings>,
+    /// Whether the coordinator keeps a log, so that it can be started again in the middle of a stream.
+    pub log: bool,
     /// Whether the coordinator reaches each stage through an emulated network of its own, so that the hop
     /// between two stages can be cut alone.
     pub own_hops: bool,
@@ -72,13 +78,48 @@ pub struct LocalStage {
     proxy: Option<Proxy>,
 }
 
+/// The coordinator's process, and how it is started again.
+#[derive(Debug, Default)]
+pub struct Lead {
+    state: Mutex<LeadState>,
+}
+
+#[derive(Debug, Default)]
+struct LeadState {
+    args: Vec<String>,
+    child: Option<Child>,
+}
+
+impl Lead {
+    fn lock(&self) -> MutexGuard<'_, LeadState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its process id, while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.lock().child.as_ref().and_then(Child::pid)
+    }
+
+    /// Starts it anew in place of the one that was, in the runtime this is called in.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn start(&self) -> Result<(), Failure> {
+        let mut state = self.lock();
+        let spawn = Spawn { name: "coordinator".to_owned(), args: state.args.clone() };
+        state.child = Some(Child::spawn(spawn).map_err(Failure::of("coordinator"))?);
+        Ok(())
+    }
+}
+
 /// A ring under way; dropped, it ends.
 #[derive(Debug)]
 pub struct LocalRing {
     url: String,
     /// Its stages, head first.
     pub stages: Vec<LocalStage>,
-    coordinator: Option<Child>,
+    coordinator: Arc<Lead>,
     // Holds the identities; removed with the ring.
     folder: tempfile::TempDir,
 }
@@ -115,7 +156,7 @@ impl LocalRing {
     /// Starts the stages.
     fn spawn(options: &LocalRingOptions) -> Result<Self, Failure> {
         let folder = tempfile::Builder::new().prefix("ringfence-").tempdir().map_err(Failure::of("folder"))?;
-        let mut ring = Self { url: String::new(), stages: Vec::new(), coordinator: None, folder };
+        let mut ring = Self { url: String::new(), stages: Vec::new(), coordinator: Arc::default(), folder };
         let coordinator = identity::load_or_create(&ring.coordinator_key()).map_err(Failure::of("identity"))?;
         let coordinator = coordinator.public().to_peer_id();
         let ranges = options.cut.iter().map(|range| (range, false));
@@ -152,14 +193,30 @@ impl LocalRing {
                 addresses.push(text(&ready, "/announced/0")?);
             }
         }
-        let coordinator = spawn_coordinator(options, &self.coordinator_key(), &addresses)?;
-        let ready = self.coordinator.insert(coordinator).ready(COORDINATOR_DEADLINE).await;
+        let mut args = coordinator_args(options, &self.coordinator_key(), &addresses);
+        if options.log {
+            args.extend(["--log".to_owned(), self.folder.path().join("log").display().to_string()]);
+        }
+        let spawn = Spawn { name: "coordinator".to_owned(), args: args.clone() };
+        let mut child = Child::spawn(spawn).map_err(Failure::of("coordinator"))?;
+        let ready = child.ready(COORDINATOR_DEADLINE).await;
         self.url = text(&ready.map_err(Failure::of("coordinator"))?, "/http")?;
+        // The next one serves where this one did.
+        for arg in args.iter_mut().filter(|arg| *arg == ANY_PORT) {
+            self.url.trim_start_matches("http://").clone_into(arg);
+        }
+        *self.coordinator.lock() = LeadState { args, child: Some(child) };
         Ok(())
     }
 
     fn coordinator_key(&self) -> PathBuf {
         self.folder.path().join("coordinator.key")
+    }
+
+    /// Its coordinator's process.
+    #[must_use]
+    pub fn lead(&self) -> Arc<Lead> {
+        Arc::clone(&self.coordinator)
     }
 
     /// Where its coordinator serves HTTP.
@@ -170,7 +227,8 @@ impl LocalRing {
 
     /// Stops every process, the coordinator first.
     async fn stop(mut self) {
-        if let Some(coordinator) = &mut self.coordinator {
+        let coordinator = self.coordinator.lock().child.take();
+        if let Some(mut coordinator) = coordinator {
             coordinator.stop().await;
         }
         join_all(self.stages.iter_mut().map(|stage| stage.child.stop())).await;
@@ -193,6 +251,9 @@ fn spawn_stage(
     if let Some(address) = announce {
         flag("--announce", address.to_string());
     }
+    if options.log {
+        args.push("--json-events".to_owned());
+    }
     if spare {
         args.push("--spare".to_owned());
     }
@@ -200,12 +261,12 @@ fn spawn_stage(
     Child::spawn(Spawn { name, args }).map_err(Failure::of("stage"))
 }
 
-fn spawn_coordinator(options: &LocalRingOptions, identity: &Path, stages: &[String]) -> Result<Child, Failure> {
+fn coordinator_args(options: &LocalRingOptions, identity: &Path, stages: &[String]) -> Vec<String> {
     let mut args = vec!["coordinator".to_owned(), "--parent-pipe".to_owned()];
     let mut flag = |name: &str, value: String| args.extend([name.to_owned(), value]);
     flag("--model", options.model.clone());
     flag("--identity", identity.display().to_string());
-    flag("--http", "127.0.0.1:0".to_owned());
+    flag("--http", ANY_PORT.to_owned());
     flag("--wire", options.wire.to_string());
     if let Some(frames) = options.in_flight {
         flag("--in-flight", frames.to_string());
@@ -216,7 +277,7 @@ fn spawn_coordinator(options: &LocalRingOptions, identity: &Path, stages: &[Stri
     for stage in stages {
         flag("--stage", stage.clone());
     }
-    Child::spawn(Spawn { name: "coordinator".to_owned(), args }).map_err(Failure::of("coordinator"))
+    args
 }
 
 /// Puts a proxy in front of a stage that has said where it listens.

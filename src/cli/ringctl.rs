@@ -73,6 +73,7 @@ fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failu
         model: args.model.clone(),
         cut,
         spares: Vec::new(),
+        log: false,
         own_hops: false,
         wire,
         in_flight: None,

@@ -453,7 +453,8 @@ impl Shell {
             match self.opening(id, &session.request, &session.committed, Some(&session.arithmetic), now) {
                 Ok(opening) => {
                     tracing::info!(session = %id, replayed = opening.open.prompt_len, "session goes on");
-                    self.heals.replayed(u64::from(opening.open.prompt_len), self.replay_bytes(&opening));
+                    let replay = (u64::from(opening.open.prompt_len), self.replay_bytes(&opening));
+                    self.heals.replayed(replay, (self.link.local(), self.ring.view()), now);
                     if let Some(session) = self.sessions.get_mut(&id) {
                         session.resume(opening, now);
                     }

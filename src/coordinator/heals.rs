@@ -52,10 +52,7 @@ impl Heals {
 
     /// The ring of `view` broke.
     pub(crate) fn detected(&mut self, (peer, range): (Node, LayerRange), view: View, reason: &str, now: Instant) {
-        if self.list.len() == HEALS_MAX {
-            self.list.pop_front();
-        }
-        self.list.push_back(HealStatus {
+        self.push(HealStatus {
             peer: peer.to_string(),
             range: range.to_string(),
             reason: reason.to_owned(),
@@ -78,11 +75,34 @@ impl Heals {
     }
 
     /// A session is computed again on the ring that is whole.
-    pub(crate) fn replayed(&mut self, positions: u64, bytes: u64) {
+    /// With nothing broken, it is a session of the coordinator before this one, `ours`.
+    pub(crate) fn replayed(&mut self, (positions, bytes): (u64, u64), (ours, view): (Node, View), now: Instant) {
+        if self.list.back().is_none_or(|heal| heal.rebuilt_ms.is_some()) {
+            let at = self.since(now);
+            self.push(HealStatus {
+                peer: ours.to_string(),
+                range: String::new(),
+                reason: "the coordinator was started anew".to_owned(),
+                view,
+                healed_view: Some(view),
+                detected_ms: at,
+                whole_ms: Some(at),
+                rebuilt_ms: None,
+                replayed_positions: 0,
+                replayed_bytes: 0,
+            });
+        }
         if let Some(heal) = self.list.back_mut() {
             heal.replayed_positions += positions;
             heal.replayed_bytes += bytes;
         }
+    }
+
+    fn push(&mut self, heal: HealStatus) {
+        if self.list.len() == HEALS_MAX {
+            self.list.pop_front();
+        }
+        self.list.push_back(heal);
     }
 
     /// Whether a ring that is whole again waits for sessions to have their state.
@@ -124,7 +144,7 @@ mod tests {
         heals.detected(lost(), View(2), "reset", at(20));
         assert!(!heals.rebuilding());
         heals.whole(View(3), at(30));
-        heals.replayed(7, 700);
+        heals.replayed((7, 700), (Node::random(), View(3)), at(31));
         assert!(heals.rebuilding());
         heals.rebuilt(at(40));
         heals.detected(lost(), View(3), "reset", at(50));

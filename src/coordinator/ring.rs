@@ -286,7 +286,23 @@ impl Ring {
             self.state = State::Superseded { why };
             return;
         }
+        if current == view {
+            self.blame_hop(peer);
+        }
         self.wait(format!("stage {name} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+    }
+
+    /// A member of the view can't reach its successor: another stage goes first in the successor's place,
+    /// or, once that place has changed hands in vain, in its own.
+    fn blame_hop(&mut self, from: Node) {
+        let State::Joining { ring, .. } = &self.state else { return };
+        let to = ring.iter().skip_while(|peer| **peer != from).nth(1).copied();
+        for peer in to.into_iter().chain([from]) {
+            if let Some(member) = self.members.get_mut(&peer).filter(|member| !member.faulted) {
+                member.faulted = true;
+                return;
+            }
+        }
     }
 
     /// A stage finishes what is open and takes nothing new.
@@ -491,6 +507,27 @@ mod tests {
         let at = ring.poll_timeout().unwrap();
         ring.handle_timeout(at);
         assert_eq!(joins(&drain(&mut ring)), [(a, View(2), None, None)]);
+    }
+
+    #[test]
+    fn a_hop_that_can_not_be_made_is_gone_round() {
+        let now = clock::now();
+        let (head, tail, spares) = (Node::random(), Node::random(), [Node::random(), Node::random()]);
+        let mut ring = Ring::new(7);
+        ring.handle_offer(head, offer("0:3", 0), now);
+        ring.handle_offer(tail, offer("3:7", 0), now);
+        for (spare, range) in spares.into_iter().zip(["0:3", "3:7"]) {
+            ring.handle_offer(spare, Offer { spare: true, ..offer(range, 0) }, now);
+        }
+        let mut rings = Vec::new();
+        for view in [View(1), View(2), View(3)] {
+            ring.handle_join_refused(head, view, view, "successor: no answer", now);
+            ring.handle_timeout(ring.poll_timeout().unwrap());
+            let State::Joining { ring: members, .. } = &ring.state else { panic!("it does not join again") };
+            rings.push(members.clone());
+        }
+        let round_tail = vec![head, spares[1]];
+        assert_eq!(rings, [round_tail.clone(), round_tail, spares.to_vec()]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! running ring: there it signals only processes that [`target`] has checked, and cuts only hops behind
 //! a `ringctl wan`.
 
+mod lead;
 mod plan;
 mod report;
 pub mod show;
@@ -32,6 +33,7 @@ use crate::clock;
 use crate::ids::{LayerRange, WireEncoding};
 use crate::model::Checkpoint;
 use crate::wan::WanSettings;
+use lead::Ours;
 use plan::{Choice, Trial, trials};
 use report::{Row, Trace};
 use strike::Hops;
@@ -101,11 +103,6 @@ pub fn run(args: &ChurnArgs) -> ExitCode {
 }
 
 fn start(args: &ChurnArgs) -> Result<(), Failure> {
-    if args.fault == Some(Fault::Coordinator) {
-        let why = "--fault coordinator: a coordinator keeps its sessions in memory, so none would go on after its death; \
-                   the stages keep their layers, and serve the coordinator that is started next";
-        return Err(Failure::new(REFUSED, why));
-    }
     if args.repeat == 0 || args.max_new < 32 {
         return Err(Failure::new("config", "expected --repeat 1 or more and --max-new 32 or more"));
     }
@@ -173,6 +170,7 @@ impl Churn<'_> {
             members,
             max_new: self.args.max_new,
             way: self.args.way,
+            ours: None,
             stop: Arc::new(AtomicBool::new(false)),
         }
     }
@@ -193,11 +191,13 @@ impl Churn<'_> {
             drafts: None,
             threads: 1,
             wan: Some(self.args.wan.clone()),
+            log: trial.fault == Fault::Coordinator,
             own_hops: true,
             seed: trial.seed,
         };
         let work = async |ring: &LocalRing| {
-            let arena = self.arena(ring.url(), Hops::of(ring), ring.stages.len());
+            let ours = (trial.fault == Fault::Coordinator).then(|| Ours::of(ring));
+            let arena = Arena { ours, ..self.arena(ring.url(), Hops::of(ring), ring.stages.len()) };
             let run = tokio::task::spawn_blocking(move || trial::run(&arena, trial)).await;
             run.map_err(Failure::of("churn"))?
         };

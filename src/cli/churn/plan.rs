@@ -15,7 +15,7 @@ pub enum Fault {
     Cut,
     /// It computes a fifth of the time: it must be waited for, not replaced
     Slow,
-    /// The coordinator's process is gone
+    /// SIGKILL of the coordinator, wherever the place is; another one goes on from its log
     Coordinator,
 }
 
@@ -50,8 +50,8 @@ pub enum Moment {
 }
 
 impl Fault {
-    /// Every fault of a stage.
-    const OF_STAGES: [Self; 4] = [Self::Kill, Self::Freeze, Self::Cut, Self::Slow];
+    /// Every fault.
+    const ALL: [Self; 5] = [Self::Kill, Self::Freeze, Self::Cut, Self::Slow, Self::Coordinator];
 }
 
 impl Place {
@@ -127,7 +127,7 @@ pub(crate) struct Trial {
 /// drawn.
 pub(crate) fn trials(choice: Choice, seed: u64) -> Vec<Trial> {
     let mut draw = Draw::new(seed);
-    let faults = choice.fault.map_or_else(|| Fault::OF_STAGES.to_vec(), |fault| vec![fault]);
+    let faults = choice.fault.map_or_else(|| Fault::ALL.to_vec(), |fault| vec![fault]);
     let places = choice.place.map_or_else(|| Place::ALL.to_vec(), |place| vec![place]);
     let mut trials = Vec::new();
     for fault in faults {
@@ -150,8 +150,8 @@ mod tests {
         assert_eq!(all, trials(Choice::default(), 7), "a seed replays");
         assert_ne!(all, trials(Choice::default(), 8));
         let pairs: Vec<String> = all.iter().map(|trial| format!("{} {}", trial.fault, trial.place)).collect();
-        assert_eq!(pairs.len(), 20);
-        assert_eq!((pairs[0].as_str(), pairs[19].as_str()), ("kill head", "slow random"));
+        assert_eq!(pairs.len(), 25);
+        assert_eq!((pairs[0].as_str(), pairs[24].as_str()), ("kill head", "coordinator random"));
         let mut moments: Vec<String> =
             (0..20).flat_map(|seed| trials(Choice::default(), seed)).map(|trial| trial.moment.to_string()).collect();
         moments.sort();

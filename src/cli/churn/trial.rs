@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::lead::{self, Ours};
 use super::plan::{Draw, Fault, Moment, Place, Trial};
 use super::report::{Row, Trace};
 use super::strike::{Aim, Cut, Hops, Strike};
@@ -17,11 +18,13 @@ use crate::cli::console::Failure;
 use crate::clock;
 
 /// For a ring to be ready, a moment to come, a stream to end.
-const PATIENCE: Duration = Duration::from_secs(90);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 /// For a fault to be seen, from when the stream has ended on.
 const DETECT_WAIT: Duration = Duration::from_secs(15);
+/// How long a stream is read on where its coordinator is gone.
+const READ_ON: Duration = Duration::from_secs(30);
 /// Pause between two looks at the ring.
-const LOOK: Duration = Duration::from_millis(5);
+pub(crate) const LOOK: Duration = Duration::from_millis(5);
 /// Pause between two looks while a moment that is soon over is waited for.
 const SHORT_LOOK: Duration = Duration::from_millis(1);
 /// The phase of what was not done, and not begun.
@@ -49,6 +52,8 @@ pub(crate) struct Arena {
     pub(crate) max_new: u32,
     /// Which way hops are cut; `None`: drawn.
     pub(crate) way: Option<Cut>,
+    /// The coordinator, where this command started it.
+    pub(crate) ours: Option<Ours>,
     /// Becomes `true` when the command is to end.
     pub(crate) stop: Arc<AtomicBool>,
 }
@@ -96,7 +101,7 @@ impl Arena {
     }
 
     /// Waits until the ring serves and every stage is there.
-    fn settled(&self) -> Result<Ring, Failure> {
+    pub(crate) fn settled(&self) -> Result<Ring, Failure> {
         self.until("the ring is ready", LOOK, |ring| {
             let there = ring.members.iter().filter(|member| member.alive).count() >= self.members;
             let healed = ring.heals.iter().all(|heal| heal.rebuilt_ms.is_some());
@@ -105,7 +110,7 @@ impl Arena {
     }
 
     /// The local time of the coordinator's start.
-    fn zero(&self) -> Result<Instant, Failure> {
+    pub(crate) fn zero(&self) -> Result<Instant, Failure> {
         let before = clock::now();
         let ring = self.ring()?;
         let middle = before + (clock::now() - before) / 2;
@@ -113,12 +118,13 @@ impl Arena {
         Ok(middle.checked_sub(up).unwrap_or(middle))
     }
 
-    fn stream(&self, body: &Value) -> Stream {
-        Stream::start(self.client.clone(), body.clone(), |_| {})
+    pub(crate) fn stream(&self, body: &Value) -> Stream {
+        let patience = if self.ours.is_some() { READ_ON } else { Duration::ZERO };
+        Stream::start(self.client.clone(), body.clone(), patience)
     }
 
     /// Waits for a stream's end.
-    fn ended(&self, stream: &Stream) -> Result<Result<Vec<Value>, String>, Failure> {
+    pub(crate) fn ended(&self, stream: &Stream) -> Result<Result<Vec<Value>, String>, Failure> {
         self.until("the stream ends", LOOK, |_| stream.end())
     }
 }
@@ -128,6 +134,9 @@ impl Arena {
 /// # Errors
 /// Why it can't be done, or was not done to its end.
 pub(crate) fn run(arena: &Arena, trial: Trial) -> Result<Outcome, Failure> {
+    if trial.fault == Fault::Coordinator {
+        return lead::run(arena, trial);
+    }
     let mut draw = Draw::new(trial.seed);
     let body = request(&mut draw, trial.moment, arena.max_new);
     let way = arena.way.or_else(|| draw.pick(&Cut::ALL)).unwrap_or(Cut::Both);
@@ -142,19 +151,7 @@ pub(crate) fn run(arena: &Arena, trial: Trial) -> Result<Outcome, Failure> {
     let unbroken = arena.stream(&body);
     let reference = arena.ended(&unbroken)?.map_err(|why| Failure::new("churn", format!("the unbroken run: {why}")))?;
     arena.settled()?;
-    let zero = arena.zero()?;
-    let known = known(&arena.ring()?);
-    let mut run = Run {
-        arena,
-        trial,
-        zero,
-        before: known.clone(),
-        known,
-        victim: victims.victim.peer,
-        detected: None,
-        strike: None,
-        at: zero,
-    };
+    let mut run = Run::new(arena, trial, victims.victim.peer)?;
     let stream = if trial.moment == Moment::Idle {
         run.strike(aim)?;
         run.follow(None)?;
@@ -183,7 +180,7 @@ fn news<'a>(ring: &'a Ring, known: &BTreeSet<(u64, String)>) -> Vec<&'a Heal> {
 }
 
 /// A request whose answer is the same each time.
-fn request(draw: &mut Draw, moment: Moment, max_new: u32) -> Value {
+pub(crate) fn request(draw: &mut Draw, moment: Moment, max_new: u32) -> Value {
     let prompt = draw.pick(&PROMPTS).unwrap_or_default();
     let prompt =
         if moment == Moment::Prefill { prompt.repeat(LONG_PROMPT / prompt.len().max(1)) } else { prompt.to_owned() };
@@ -242,26 +239,33 @@ fn choose(ring: &Ring, trial: Trial, draw: &mut Draw) -> Result<Victims, Failure
 }
 
 /// A run under way.
-struct Run<'a> {
+pub(crate) struct Run<'a> {
     arena: &'a Arena,
     trial: Trial,
     /// Start of the coordinator's clock.
-    zero: Instant,
+    pub(crate) zero: Instant,
     /// Breaks before the run.
     before: BTreeSet<(u64, String)>,
     /// Breaks before the fault.
     known: BTreeSet<(u64, String)>,
     victim: String,
     /// When the fault was seen, and in which words.
-    detected: Option<(Instant, String)>,
+    pub(crate) detected: Option<(Instant, String)>,
     strike: Option<Strike>,
     /// When it struck.
-    at: Instant,
+    pub(crate) at: Instant,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    /// A run that has not struck yet.
+    pub(crate) fn new(arena: &'a Arena, trial: Trial, victim: String) -> Result<Self, Failure> {
+        let (zero, known) = (arena.zero()?, known(&arena.ring()?));
+        let before = known.clone();
+        Ok(Self { arena, trial, zero, before, known, victim, detected: None, strike: None, at: zero })
+    }
+
     /// Waits for the moment.
-    fn wait(&mut self, stream: &Stream, opening: Option<Aim>, draw: &mut Draw) -> Result<(), Failure> {
+    pub(crate) fn wait(&mut self, stream: &Stream, opening: Option<Aim>, draw: &mut Draw) -> Result<(), Failure> {
         let arena = self.arena;
         let some = 8 + draw.below(16) as u64;
         let over = |stream: &Stream| stream.end().is_some();
@@ -341,7 +345,7 @@ impl Run<'_> {
         };
     }
 
-    fn outcome(
+    pub(crate) fn outcome(
         mut self,
         stream: &Stream,
         (unbroken, reference): (&Stream, &[Value]),

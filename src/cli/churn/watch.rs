@@ -10,6 +10,9 @@ use crate::cli::answer::Answer;
 use crate::cli::client::{Client, ClientError};
 use crate::clock;
 
+/// Pause between tries to read a stream on.
+const READ_ON_PAUSE: Duration = Duration::from_millis(50);
+
 /// The part of `/ring` that matters here.
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Ring {
@@ -83,21 +86,33 @@ struct State {
 }
 
 impl Stream {
-    /// Asks, and reads what comes; `each` gets every piece of text.
-    pub(crate) fn start(client: Client, body: Value, mut each: impl FnMut(&str) + Send + 'static) -> Self {
+    /// Asks, and reads what comes.
+    /// With `patience`, a stream that breaks off is read on, from whoever answers there next.
+    pub(crate) fn start(client: Client, body: Value, patience: Duration) -> Self {
         let stream = Self { state: Arc::default(), begun: clock::now() };
         let theirs = stream.clone();
         std::thread::spawn(move || {
             let mut answer = Answer::default();
-            let read = client.stream(&body, |event| {
+            let take = |answer: &mut Answer, event: &Value| {
                 let before = answer.token_ids.len();
-                let text = answer.take(&event)?;
+                answer.take(event)?;
                 if answer.token_ids.len() > before {
                     theirs.lock().seen.push(Seen { at: clock::now(), tokens: answer.token_ids.len() as u64 });
                 }
-                each(&text);
                 Ok::<(), ClientError>(())
-            });
+            };
+            let mut read = client.stream(&body, |event| take(&mut answer, &event));
+            let broken = clock::now();
+            while read.is_err() && clock::now() - broken < patience {
+                std::thread::sleep(READ_ON_PAUSE);
+                // Each event so far was a token's, so the last one's number is known.
+                let last = (answer.token_ids.len() as u64).checked_sub(1);
+                let name = answer.id.clone();
+                read = match last {
+                    Some(last) => client.read_on((&name, last), |event| take(&mut answer, &event)),
+                    None => client.stream(&body, |event| take(&mut answer, &event)),
+                };
+            }
             let end = match read {
                 Ok(()) => Ok(answer.token_ids),
                 Err(error) => Err(error.to_string()),
