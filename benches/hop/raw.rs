@@ -1,4 +1,4 @@
-//! A hop over quinn alone: one connection, a bidirectional stream a place, certificates as ours.
+//! A hop over quinn alone: one connection, a bidirectional stream a place, certificates and cipher as ours.
 //!
 //! This is the least that an application can do: the sender hands its body over without a copy, the
 //! receiver reads it whole into a buffer that it keeps.
@@ -12,6 +12,8 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use libp2p::identity::Keypair;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use quinn::rustls;
+use quinn::rustls::crypto::CryptoProvider;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, RecvStream, SendStream, ServerConfig, TokioRuntime,
     TransportConfig,
@@ -129,13 +131,27 @@ impl Raw {
 fn configs(tune: Tune) -> (ClientConfig, ServerConfig) {
     let (near, far) = (Keypair::generate_ed25519(), Keypair::generate_ed25519());
     let to = far.public().to_peer_id();
-    let server = QuicServerConfig::try_from(libp2p_tls::make_server_config(&far).unwrap()).unwrap();
+    let server = QuicServerConfig::try_from(with_aes(&libp2p_tls::make_server_config(&far).unwrap())).unwrap();
     let client = QuicClientConfig::try_from(libp2p_tls::make_client_config(&near, Some(to)).unwrap()).unwrap();
     let mut server = ServerConfig::with_crypto(Arc::new(server));
     let mut client = ClientConfig::new(Arc::new(client));
     server.transport_config(transport(tune));
     client.transport_config(transport(tune));
     (client, server)
+}
+
+/// Takes the cipher that our link takes where a machine has instructions for it.
+fn with_aes(config: &rustls::ServerConfig) -> rustls::ServerConfig {
+    let mut provider = CryptoProvider::clone(config.crypto_provider());
+    provider.cipher_suites.sort_by_key(|suite| suite.suite() != rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
+    let mut reordered = rustls::ServerConfig::builder_with_provider(Arc::new(provider))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::clone(&config.cert_resolver));
+    reordered.alpn_protocols.clone_from(&config.alpn_protocols);
+    reordered.ignore_client_order = true;
+    reordered
 }
 
 /// An end whose socket has the buffers that our link's have.
