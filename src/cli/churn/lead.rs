@@ -13,8 +13,8 @@ use crate::cli::process::Events;
 use crate::cli::ring::{Lead, LocalRing};
 use crate::clock;
 
-/// What a stage says of its coordinator.
-const SIGN: &str = "\"event\":\"coordinator\"";
+/// In what a stage says when it loses a coordinator, finds one, or joins its view.
+const SIGN: &str = "coordinator";
 
 /// The coordinator of a ring that this command started.
 #[derive(Debug, Clone)]

@@ -335,10 +335,13 @@ impl<'a> Run<'a> {
         }
         let slow = self.trial.fault == Fault::Slow;
         let member = ring.member(&self.victim);
+        // A hop that is cut while a ring forms breaks none: it keeps the next one from forming.
+        let refused = |why: &String| why.contains("refuses view") && why.contains(&self.victim);
         self.detected = match (news(ring, &self.known).first(), member) {
             (Some(heal), _) if !slow => {
                 Some((self.zero + Duration::from_millis(heal.detected_ms), heal.reason.clone()))
             }
+            _ if ring.missing.as_ref().is_some_and(refused) => Some((clock::now(), "it is not reached".to_owned())),
             (_, None) => Some((clock::now(), "it is gone".to_owned())),
             (_, Some(member)) if slow && !member.alive => Some((clock::now(), "it is suspected".to_owned())),
             _ => None,

@@ -17,6 +17,7 @@ const READ_ON_PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Ring {
     pub(crate) ready: bool,
+    pub(crate) missing: Option<String>,
     pub(crate) members: Vec<Member>,
     pub(crate) heals: Vec<Heal>,
     pub(crate) uptime_ms: u64,
