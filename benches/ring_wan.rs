@@ -155,6 +155,7 @@ impl Ring {
                 encodings: vec![WireEncoding::Fp8],
                 announce: vec![address.clone()],
                 dial_scope: Scope::Loopback,
+                spare: false,
                 heartbeat: HEARTBEAT,
                 dead_after: DEAD_AFTER,
             };

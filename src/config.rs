@@ -1,5 +1,6 @@
 //! Settings, with default, unit and what a larger value costs; the only reader of the environment.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use libp2p::{Multiaddr, PeerId};
@@ -24,6 +25,8 @@ pub struct StageSettings {
     pub announce: Vec<Multiaddr>,
     /// Which addresses of neighbours are dialled. Default: as near as this stage's own addresses.
     pub dial_scope: Scope,
+    /// Whether it only replaces other stages of its range. Default no.
+    pub spare: bool,
     /// Pause between heartbeats to every peer. Default 300 ms; three missed make a peer suspect.
     pub heartbeat: Duration,
     /// Silence after which a peer is dead and cut off. Default 3 s; larger finds a dead one later,
@@ -69,6 +72,9 @@ pub struct CoordinatorSettings {
     /// How long a session whose ring was lost waits for the next one, from its last token on.
     /// Default 60 s; 0 fails it at once.
     pub heal_wait: Duration,
+    /// How long a session that is in the log goes on after its reader's connection broke. Default 60 s;
+    /// 0 cancels it at once, and without a log that is always so.
+    pub reattach: Duration,
     /// Pause between heartbeats to a stage. Default 300 ms; three missed make a stage suspect.
     pub heartbeat: Duration,
     /// Silence after which a stage counts as dead. Default 3 s.
@@ -93,11 +99,33 @@ impl Default for CoordinatorSettings {
             prefill_deadline: Duration::from_secs(120),
             cancel_out_of_band: true,
             heal_wait: Duration::from_secs(60),
+            reattach: Duration::from_secs(60),
             heartbeat: HEARTBEAT,
             dead_after: DEAD_AFTER,
             probe_every: Duration::from_secs(2),
             ready_for: Duration::from_secs(10),
         }
+    }
+}
+
+/// Where a coordinator logs, and how much of the past it keeps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogSettings {
+    /// Folder of the log, of this ring's coordinators alone.
+    pub folder: PathBuf,
+    /// Age above which a file that is not needed is removed. Default a day; more is for people.
+    pub keep: Duration,
+    /// Bytes of such files together. Default 256 MiB; all of them are read at the next start.
+    pub keep_bytes: u64,
+    /// Size at which the next file is begun, with the sessions that go on. Default 16 MiB.
+    pub file_bytes: u64,
+}
+
+impl LogSettings {
+    /// The defaults for a folder.
+    #[must_use]
+    pub fn new(folder: PathBuf) -> Self {
+        Self { folder, keep: Duration::from_secs(24 * 3_600), keep_bytes: 256 << 20, file_bytes: 16 << 20 }
     }
 }
 

@@ -2,12 +2,14 @@
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 mod processes {
+    mod churn;
     mod copy;
     mod demo;
     mod faults;
     mod heal;
     mod http;
     mod refusals;
+    mod restart;
     mod rig;
     mod ring;
 }

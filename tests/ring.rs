@@ -3,7 +3,7 @@
 //! Equal token ids for every cut of the layers, both encodings, drafted and plain, any number of
 //! frames in flight, greedy and sampled; clean ends inside a block; one session never touches
 //! another; a stage that dies is named, and the ring serves again once it is whole; with another stage
-//! for its layers, the session goes on as if nothing had been.
+//! for its layers, the session goes on as if nothing had been, as it does with another coordinator.
 
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
@@ -16,6 +16,8 @@ mod faults;
 #[path = "ring/heal.rs"]
 mod heal;
 
+#[path = "ring/restart.rs"]
+mod restart;
 #[path = "ring/rig.rs"]
 mod rig;
 #[path = "ring/scripted.rs"]

@@ -2,9 +2,13 @@
 
 use serde::Serialize;
 
+use crate::api::ask::Ask;
 use crate::api::score::ScoreReport;
 use crate::coordinator::job::{Finish, JobStats, ModelFacts};
 use crate::ids::{SessionId, TokenId};
+
+/// In front of a session's number.
+pub(crate) const REQUEST_PREFIX: &str = "cmpl-";
 
 /// What every chunk of an answer repeats.
 #[derive(Debug, Clone)]
@@ -65,10 +69,15 @@ pub(crate) struct Extension {
 }
 
 impl Label {
-    /// The label of a session's answer.
-    pub(crate) fn new(session: SessionId, model: &ModelFacts, seed: u64, prompt_tokens: usize) -> Self {
-        let created = crate::clock::unix_seconds();
-        Self { id: format!("cmpl-{session}"), created, model: model.name.clone(), seed, prompt_tokens }
+    /// The label of the answer to `ask`; its session is not named yet.
+    pub(crate) fn new(ask: &Ask, created: u64, model: &ModelFacts) -> Self {
+        let (seed, prompt_tokens) = (ask.request.sampling.seed, ask.request.prompt.len());
+        Self { id: String::new(), created, model: model.name.clone(), seed, prompt_tokens }
+    }
+
+    /// With the name of its session.
+    pub(crate) fn of(self, session: SessionId) -> Self {
+        Self { id: request_name(session), ..self }
     }
 
     /// An answer or chunk without usage and extension.
@@ -92,6 +101,11 @@ impl Completion<'_> {
         self.ringfence = Some(Extension { seed: label.seed, stats });
         self
     }
+}
+
+/// What a client calls a session.
+pub(crate) fn request_name(session: SessionId) -> String {
+    format!("{REQUEST_PREFIX}{session}")
 }
 
 /// OpenAI's word for the end of an answer.

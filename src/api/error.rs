@@ -82,9 +82,26 @@ pub enum ApiError {
         /// What failed.
         why: String,
     },
+    /// No such stream.
+    #[error(
+        "no stream {request} for this authorization: it is unknown, was cancelled, or has ended and was read; \
+         only a coordinator with --log keeps streams whose connection broke"
+    )]
+    NoStream {
+        /// What the client called it.
+        request: String,
+    },
+    /// An event that can't have been the last one.
+    #[error("Last-Event-ID: expected {expected}, got {got}")]
+    LastEvent {
+        /// What is possible.
+        expected: String,
+        /// What came, shortened.
+        got: String,
+    },
     /// No such route.
     #[error(
-        "no route {method} {path}; there are POST /v1/completions, GET /v1/models, GET /health, GET /ring (docs/api.md)"
+        "no route {method} {path}; there are POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)"
     )]
     NoRoute {
         /// The method.
@@ -148,9 +165,13 @@ impl ApiError {
             Self::Job(JobError::Refused { .. }) => (StatusCode::BAD_GATEWAY, "stage_refused", None),
             Self::Job(JobError::Diverged { .. }) => (StatusCode::INTERNAL_SERVER_ERROR, "ring_diverged", None),
             Self::Job(JobError::SlowReader { .. }) => (StatusCode::INTERNAL_SERVER_ERROR, "slow_reader", None),
+            Self::Job(JobError::Detached { .. }) => (StatusCode::CONFLICT, "detached", None),
+            Self::Job(JobError::NotLogged { .. }) => (StatusCode::INSUFFICIENT_STORAGE, "not_logged", None),
             Self::Job(JobError::Shutdown) => (StatusCode::SERVICE_UNAVAILABLE, "shutting_down", None),
             Self::NoVerdict => (StatusCode::INTERNAL_SERVER_ERROR, "no_verdict", None),
             Self::Internal { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "internal", None),
+            Self::NoStream { .. } => (StatusCode::NOT_FOUND, "no_stream", None),
+            Self::LastEvent { .. } => (StatusCode::BAD_REQUEST, "invalid_value", Some("last-event-id")),
             Self::NoRoute { .. } => (StatusCode::NOT_FOUND, "no_route", None),
             Self::Method { .. } => (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", None),
         }

@@ -1,7 +1,8 @@
 //! The HTTP service of a coordinator: a request comes in, its answer goes out.
 //!
 //! [`server`] has the routes and the limits; [`ask`] reads a request, [`text`] turns it into token
-//! ids; a session's events become an answer through [`stop`] and [`score`]. What is behind it is a
+//! ids; a session's events become an answer through [`stop`] and [`score`]; `resume` reads one on over
+//! another connection. What is behind it is a
 //! [`Serve`]; `docs/api.md` has every field and status.
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use crate::coordinator::job::Serve;
 mod answer;
 pub mod ask;
 pub mod error;
+mod resume;
 pub mod score;
 pub mod server;
 mod session;

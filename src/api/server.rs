@@ -8,8 +8,8 @@ use std::time::Duration;
 use axum::Json;
 use axum::Router;
 use axum::body::Body;
-use axum::extract::State;
-use axum::http::{Method, StatusCode, Uri};
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures::StreamExt;
@@ -21,11 +21,14 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use crate::api::answer::Label;
 use crate::api::ask;
 use crate::api::error::ApiError;
+use crate::api::resume;
 use crate::api::session::Session;
 use crate::api::stall::Stall;
 use crate::api::text::Vocabulary;
+use crate::clock;
 use crate::coordinator::job::Serve;
 
 /// Bytes of a body that hold no prompt: other fields, white space.
@@ -124,6 +127,7 @@ impl Api {
     fn router(self) -> Router {
         Router::new()
             .route("/v1/completions", post(completions))
+            .route("/v1/streams/{request}", get(streams))
             .route("/v1/models", get(models))
             .route("/health", get(health))
             .route("/ring", get(ring))
@@ -161,7 +165,7 @@ async fn connection(
     }
 }
 
-async fn completions(State(api): State<Api>, body: Body) -> Result<Response, ApiError> {
+async fn completions(State(api): State<Api>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
     let model = api.serve.model();
     let positions = usize::try_from(model.context).unwrap_or(usize::MAX);
     let limit = positions.saturating_mul(BODY_BYTES_PER_POSITION).saturating_add(BODY_BYTES_BASE);
@@ -173,9 +177,24 @@ async fn completions(State(api): State<Api>, body: Body) -> Result<Response, Api
     let vocabulary = Arc::clone(&api.vocabulary);
     let read = tokio::task::spawn_blocking(move || ask::read(&body, &model, &vocabulary).map(|ask| (ask, model)));
     let (ask, model) = read.await.map_err(|why| ApiError::Internal { why: why.to_string() })??;
-    let job = api.serve.submit(ask.request.clone())?;
-    let session = Session::new(job, &ask, &model, api.vocabulary);
+    let created = clock::unix_seconds();
+    let job = api.serve.submit_as(ask.request.clone(), resume::client(&ask, created, &headers))?;
+    let session = Session::new(job, &ask, Label::new(&ask, created, &model), api.vocabulary);
     if ask.stream { session.stream(api.settings.keep_alive).await } else { session.whole().await }
+}
+
+async fn streams(
+    State(api): State<Api>,
+    Path(request): Path<String>,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
+    let (session, read) = resume::wanted(&request, &headers)?;
+    let attached = api.serve.attach(session, resume::authorization(&headers)).await;
+    let attached = attached.ok_or(ApiError::NoStream { request })?;
+    resume::check(&attached, session, read)?;
+    let (ask, created) = resume::ask(&attached)?;
+    let label = Label::new(&ask, created, &api.serve.model());
+    Ok(Session::resumed(attached, &ask, label, api.vocabulary).resume(read, api.settings.keep_alive))
 }
 
 async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {

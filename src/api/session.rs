@@ -19,7 +19,8 @@ use crate::api::ask::Ask;
 use crate::api::error::ApiError;
 use crate::api::text::Vocabulary;
 use crate::api::transcript::{End, Step, Transcript};
-use crate::coordinator::job::{Event, Job, ModelFacts};
+use crate::coordinator::job::{Attached, Event, Job};
+use crate::ids::TokenId;
 
 /// How long a stopped session may take to say what it measured.
 const STOP_WAIT: Duration = Duration::from_secs(1);
@@ -31,6 +32,8 @@ const FIRST_EVENT_WAIT: Duration = Duration::from_secs(10);
 pub(crate) struct Session {
     events: mpsc::Receiver<Event>,
     alive: Option<oneshot::Sender<()>>,
+    /// Tokens said to readers before, which come before any event.
+    past: VecDeque<TokenId>,
     transcript: Transcript,
     label: Label,
     /// Token ids belong in the answer.
@@ -40,11 +43,12 @@ pub(crate) struct Session {
 
 impl Session {
     /// Takes a job that answers `ask`.
-    pub(crate) fn new(job: Job, ask: &Ask, model: &ModelFacts, vocabulary: Arc<Vocabulary>) -> Self {
-        let label = Label::new(job.session, model, ask.request.sampling.seed, ask.request.prompt.len());
+    pub(crate) fn new(job: Job, ask: &Ask, label: Label, vocabulary: Arc<Vocabulary>) -> Self {
+        let label = label.of(job.session);
         Self {
             events: job.events,
             alive: Some(job.alive),
+            past: VecDeque::new(),
             transcript: Transcript::new(ask, vocabulary),
             label,
             token_ids: ask.token_ids,
@@ -52,9 +56,17 @@ impl Session {
         }
     }
 
+    /// Takes a job that was read before.
+    pub(crate) fn resumed(attached: Attached, ask: &Ask, label: Label, vocabulary: Arc<Vocabulary>) -> Self {
+        let past = attached.tokens.into();
+        Self { past, ..Self::new(attached.job, ask, label, vocabulary) }
+    }
+
     /// The next step. Cancelling it loses nothing.
     async fn next(&mut self) -> Step {
-        let event = if self.transcript.stopped() {
+        let event = if let Some(token) = self.past.pop_front() {
+            Some(Event::Token { index: u32::try_from(self.transcript.taken()).unwrap_or(u32::MAX), token })
+        } else if self.transcript.stopped() {
             timeout(STOP_WAIT, self.events.recv()).await.unwrap_or(None)
         } else {
             self.events.recv().await
@@ -108,21 +120,16 @@ impl Session {
             Some(Step::End(End { verdict: Err(error), .. })) => return Err(error),
             other => other,
         };
-        let mut events = EventStream { session: self, ready: VecDeque::new(), index: 0, ended: false };
+        let mut events = EventStream::new(self, None);
         if let Some(step) = first {
             events.write(step);
         }
-        let body = futures::stream::unfold(events, move |mut events| async move {
-            let bytes = events.next(keep_alive).await?;
-            Some((Ok::<_, Infallible>(bytes), events))
-        });
-        let headers = [
-            (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
-            (header::CACHE_CONTROL, "no-cache"),
-            // Proxies like nginx would hold the stream back otherwise.
-            (header::HeaderName::from_static("x-accel-buffering"), "no"),
-        ];
-        Ok((StatusCode::OK, headers, Body::from_stream(body)).into_response())
+        Ok(events.response(keep_alive))
+    }
+
+    /// Answers with the server-sent events behind the one that was `read` last.
+    pub(crate) fn resume(self, read: Option<u64>, keep_alive: Duration) -> Response {
+        EventStream::new(self, read).response(keep_alive)
     }
 }
 
@@ -133,10 +140,31 @@ struct EventStream {
     session: Session,
     ready: VecDeque<Bytes>,
     index: u64,
+    /// The last event that the client has read: those up to it are not said again.
+    read: Option<u64>,
     ended: bool,
 }
 
 impl EventStream {
+    fn new(session: Session, read: Option<u64>) -> Self {
+        Self { session, ready: VecDeque::new(), index: 0, read, ended: false }
+    }
+
+    fn response(self, keep_alive: Duration) -> Response {
+        let events = self;
+        let body = futures::stream::unfold(events, move |mut events| async move {
+            let bytes = events.next(keep_alive).await?;
+            Some((Ok::<_, Infallible>(bytes), events))
+        });
+        let headers = [
+            (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+            (header::CACHE_CONTROL, "no-cache"),
+            // Proxies like nginx would hold the stream back otherwise.
+            (header::HeaderName::from_static("x-accel-buffering"), "no"),
+        ];
+        (StatusCode::OK, headers, Body::from_stream(body)).into_response()
+    }
+
     async fn next(&mut self, keep_alive: Duration) -> Option<Bytes> {
         loop {
             if let Some(bytes) = self.ready.pop_front() {
@@ -166,7 +194,24 @@ impl EventStream {
         }
     }
 
+    /// Ends the stream of a session that goes on elsewhere: without ids, so that the last token's stays the
+    /// one to read on from.
+    fn write_detached(&mut self, error: &ApiError) {
+        let label = self.session.label.clone();
+        let choice = Choice { finish_reason: Some("error"), ..Choice::default() };
+        let chunk = json(&label.completion(vec![choice]).with_stats(&label, None));
+        for data in [&chunk, &json(&error.body()), "[DONE]"] {
+            self.ready.push_back(Bytes::from(format!("data: {data}\n\n")));
+        }
+        self.ended = true;
+    }
+
     fn write_end(&mut self, end: End) {
+        if let Err(ApiError::Job(error)) = &end.verdict
+            && error.leaves_open()
+        {
+            return self.write_detached(&ApiError::Job(error.clone()));
+        }
         let label = self.session.label.clone();
         let reason = end.verdict.as_ref().map_or("error", |&reason| finish_reason(reason));
         let choice = Choice { text: &end.tail, finish_reason: Some(reason), ..Choice::default() };
@@ -183,8 +228,10 @@ impl EventStream {
     }
 
     fn push(&mut self, data: &str) {
-        let id = &self.session.label.id;
-        self.ready.push_back(Bytes::from(format!("id: {id}:{}\ndata: {data}\n\n", self.index)));
+        if self.read.is_none_or(|read| self.index > read) {
+            let id = &self.session.label.id;
+            self.ready.push_back(Bytes::from(format!("id: {id}:{}\ndata: {data}\n\n", self.index)));
+        }
         self.index += 1;
     }
 }

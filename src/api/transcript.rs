@@ -70,6 +70,11 @@ impl Transcript {
         self.stopped
     }
 
+    /// Tokens taken.
+    pub(crate) fn taken(&self) -> usize {
+        self.ids.len()
+    }
+
     /// Takes the session's next event.
     pub(crate) fn take(&mut self, event: Event) -> Step {
         match event {

@@ -10,6 +10,8 @@ use serde_json::Value;
 const CONNECT_WAIT: Duration = Duration::from_secs(5);
 /// Between two pieces of a stream: the server sends a comment far more often.
 const STREAM_WAIT: Duration = Duration::from_secs(60);
+/// For a small answer.
+const QUESTION_WAIT: Duration = Duration::from_secs(5);
 /// For an answer in one piece.
 const ANSWER_WAIT: Duration = Duration::from_secs(600);
 /// Longest line of a stream, in bytes.
@@ -62,13 +64,31 @@ pub enum ClientError {
 #[derive(Debug, Clone)]
 pub struct Client {
     base: String,
+    /// Keeps the connection of questions that are asked again and again.
+    questions: ureq::Agent,
 }
 
 impl Client {
     /// A client of the coordinator at `url`, like `http://127.0.0.1:8080`.
     #[must_use]
     pub fn new(url: &str) -> Self {
-        Self { base: url.trim_end_matches('/').to_owned() }
+        Self { base: url.trim_end_matches('/').to_owned(), questions: agent(QUESTION_WAIT) }
+    }
+
+    /// Asks for a small answer at a path, such as `/ring`.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        let url = format!("{}{path}", self.base);
+        let answer = self.questions.get(&url).call();
+        let mut answer = answer.map_err(|why| ClientError::Connect { url, why: why.to_string() })?;
+        if !answer.status().is_success() {
+            return Err(refusal(&mut answer));
+        }
+        let text = answer.body_mut().with_config().limit(ERROR_BYTES_MAX).read_to_string();
+        let text = text.map_err(|why| ClientError::Broken { why: why.to_string() })?;
+        serde_json::from_str(&text).map_err(|why| ClientError::Shape { why: format!("{path}: {why}") })
     }
 
     /// Asks for a completion in one piece.
@@ -96,43 +116,78 @@ impl Client {
         body: &Value,
         mut each: impl FnMut(Value) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut answer = self.post(body, STREAM_WAIT)?;
-        let mut lines = BufReader::new(answer.body_mut().with_config().limit(u64::MAX).reader());
-        let mut failure = None;
-        loop {
-            let line = next_line(&mut lines)?;
-            let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
-            if data == "[DONE]" {
-                return failure.map_or(Ok(()), |message| Err(ClientError::Failed { message }.into()));
-            }
-            let event: Value =
-                serde_json::from_str(data).map_err(|why| ClientError::Shape { why: format!("an event: {why}") })?;
-            match message_of(&event) {
-                Some(message) => failure = Some(message),
-                None => each(event)?,
-            }
+        read_events(self.post(body, STREAM_WAIT)?, &mut each)
+    }
+
+    /// Reads a stream on that broke off behind event `last` of request `name`.
+    ///
+    /// # Errors
+    /// As [`Client::stream`].
+    pub fn read_on<E: From<ClientError>>(
+        &self,
+        (name, last): (&str, u64),
+        mut each: impl FnMut(Value) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let url = format!("{}/v1/streams/{name}", self.base);
+        let answer = agent(STREAM_WAIT).get(&url).header("last-event-id", format!("{name}:{last}")).call();
+        let mut answer = answer.map_err(|why| ClientError::Connect { url, why: why.to_string() })?;
+        if !answer.status().is_success() {
+            return Err(refusal(&mut answer).into());
         }
+        read_events(answer, &mut each)
     }
 
     fn post(&self, body: &Value, wait: Duration) -> Result<ureq::http::Response<ureq::Body>, ClientError> {
         let url = format!("{}/v1/completions", self.base);
-        let config = ureq::Agent::config_builder()
-            .http_status_as_error(false)
-            // The proxy of the environment is for the web, not for a coordinator.
-            .proxy(None)
-            .timeout_connect(Some(CONNECT_WAIT))
-            .timeout_per_read(Some(wait))
-            .build();
-        let answer = ureq::Agent::new_with_config(config).post(&url).send_json(body);
+        let answer = agent(wait).post(&url).send_json(body);
         let mut answer = answer.map_err(|why| ClientError::Connect { url: url.clone(), why: why.to_string() })?;
         if answer.status().is_success() {
             return Ok(answer);
         }
-        let text = answer.body_mut().with_config().limit(ERROR_BYTES_MAX).lossy_utf8(true).read_to_string();
-        let text = text.unwrap_or_default();
-        let message = serde_json::from_str::<Value>(&text).ok().and_then(|body| message_of(&body));
-        let message = message.unwrap_or_else(|| text.chars().take(200).collect());
-        Err(ClientError::Refused { status: answer.status().as_u16(), message })
+        Err(refusal(&mut answer))
+    }
+}
+
+/// A client whose reads wait this long.
+fn agent(wait: Duration) -> ureq::Agent {
+    let config = ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        // The proxy of the environment is for the web, not for a coordinator.
+        .proxy(None)
+        .timeout_connect(Some(CONNECT_WAIT))
+        .timeout_per_read(Some(wait))
+        .build();
+    ureq::Agent::new_with_config(config)
+}
+
+/// What an answer without success says.
+fn refusal(answer: &mut ureq::http::Response<ureq::Body>) -> ClientError {
+    let text = answer.body_mut().with_config().limit(ERROR_BYTES_MAX).lossy_utf8(true).read_to_string();
+    let text = text.unwrap_or_default();
+    let message = serde_json::from_str::<Value>(&text).ok().and_then(|body| message_of(&body));
+    let message = message.unwrap_or_else(|| text.chars().take(200).collect());
+    ClientError::Refused { status: answer.status().as_u16(), message }
+}
+
+/// Hands every event of a stream to `each`.
+fn read_events<E: From<ClientError>>(
+    mut answer: ureq::http::Response<ureq::Body>,
+    each: &mut impl FnMut(Value) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut lines = BufReader::new(answer.body_mut().with_config().limit(u64::MAX).reader());
+    let mut failure = None;
+    loop {
+        let line = next_line(&mut lines)?;
+        let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
+        if data == "[DONE]" {
+            return failure.map_or(Ok(()), |message| Err(ClientError::Failed { message }.into()));
+        }
+        let event: Value =
+            serde_json::from_str(data).map_err(|why| ClientError::Shape { why: format!("an event: {why}") })?;
+        match message_of(&event) {
+            Some(message) => failure = Some(message),
+            None => each(event)?,
+        }
     }
 }
 

@@ -37,6 +37,12 @@ impl Failure {
         move |error| Self::new(phase, error)
     }
 
+    /// In which phase.
+    #[must_use]
+    pub fn phase(&self) -> &'static str {
+        self.phase
+    }
+
     /// In words, without the phase.
     #[must_use]
     pub fn why(&self) -> &str {

@@ -13,10 +13,11 @@ use crate::api;
 use crate::cli::console::{self, Failure};
 use crate::cli::seconds;
 use crate::cli::stage::stop_on_signal;
-use crate::config::{Admit, CoordinatorSettings};
+use crate::config::{Admit, CoordinatorSettings, LogSettings};
 use crate::coordinator::handle::Coordinator;
 use crate::coordinator::job::{ModelFacts, Serve};
-use crate::coordinator::run::{CoordinatorParts, ModelShape, start};
+use crate::coordinator::log::Log;
+use crate::coordinator::run::{CoordinatorParts, ModelShape, start, start_logged};
 use crate::ids::{TokenId, WireEncoding};
 use crate::model::Checkpoint;
 use crate::transport::identity;
@@ -73,6 +74,20 @@ pub struct CoordinatorArgs {
     /// token on; 0 fails it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub heal_wait: f64,
+    /// Folder of a log: requests and their tokens are on the disk before a client sees them, and go on
+    /// when the coordinator is started again
+    #[arg(long, value_name = "DIR")]
+    pub log: Option<PathBuf>,
+    /// Seconds that a streamed request goes on after its client's connection broke, for the client to read
+    /// on with GET /v1/streams/REQUEST; 60 with --log, 0 without, which can't have more
+    #[arg(long, value_name = "SECONDS", requires = "log")]
+    pub reattach: Option<f64>,
+    /// Seconds after which log files that are not needed are removed
+    #[arg(long, value_name = "SECONDS", requires = "log", default_value_t = 86_400.0)]
+    pub log_keep: f64,
+    /// MiB of log files that are not needed, above which the oldest are removed
+    #[arg(long, value_name = "MIB", requires = "log", default_value_t = 256)]
+    pub log_keep_mib: u32,
     /// Silence after which a stage counts as dead
     #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
     pub dead_after: f64,
@@ -115,8 +130,24 @@ fn settings(args: &CoordinatorArgs) -> Result<CoordinatorSettings, Failure> {
         reply_deadline: seconds("--reply-deadline", args.reply_deadline)?,
         dead_after: seconds("--dead-after", args.dead_after)?,
         heal_wait: if args.heal_wait == 0.0 { Duration::ZERO } else { seconds("--heal-wait", args.heal_wait)? },
+        reattach: match args.reattach {
+            Some(0.0) => Duration::ZERO,
+            Some(wait) => seconds("--reattach", wait)?,
+            None => CoordinatorSettings::default().reattach,
+        },
         ..CoordinatorSettings::default()
     })
+}
+
+/// Opens the log that is asked for.
+fn open_log(args: &CoordinatorArgs, model: [u8; 32]) -> Result<Option<Log>, Failure> {
+    let Some(folder) = &args.log else { return Ok(None) };
+    let settings = LogSettings {
+        keep: if args.log_keep == 0.0 { Duration::ZERO } else { seconds("--log-keep", args.log_keep)? },
+        keep_bytes: u64::from(args.log_keep_mib) << 20,
+        ..LogSettings::new(folder.clone())
+    };
+    Log::open(&settings, model).map(Some).map_err(Failure::of("log"))
 }
 
 /// What the coordinator must know of a checkpoint.
@@ -163,8 +194,12 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
                 .map_err(Failure::of("listen"))?;
         let addresses: Vec<String> = link.addresses().iter().map(Multiaddr::to_string).collect();
         let peer = link.local().to_string();
+        let log = open_log(args, shape.digest)?;
         let parts = CoordinatorParts { link, events, model, shape, stop: stop.clone() };
-        let (coordinator, task) = start(parts, settings);
+        let (coordinator, task) = match log {
+            Some(log) => start_logged(parts, settings, log).map_err(Failure::of("log"))?,
+            None => start(parts, settings),
+        };
         console::line(&format!(
             "LISTENING {}",
             json!({ "peer": peer, "addresses": addresses, "http": format!("http://{http}"), "pid": std::process::id() })

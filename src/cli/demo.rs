@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use crate::api::text::Vocabulary;
 use crate::cli::answer::Answer;
+use crate::cli::churn::show::{Show, Shown};
 use crate::cli::client::{Client, ClientError};
 use crate::cli::console::{self, Failure, Signals};
 use crate::cli::ids::read_ids;
@@ -29,6 +30,9 @@ use crate::wan::{PathStats, ProxyHandle, WanSettings};
 
 /// The built-in prompt.
 const PROMPT: &str = "It was a truth universally known in the neighbourhood, that";
+
+/// The emulated network under which a pause can be seen.
+const CHURN_WAN: &str = "rtt=40ms";
 
 /// Positions over which the reference run reaches back at most.
 const REFERENCE_CHUNK: u32 = 64;
@@ -94,6 +98,10 @@ pub struct DemoArgs {
     /// has it to itself
     #[arg(long, value_name = "SETTINGS")]
     pub wan: Option<WanSettings>,
+    /// Kill a stage in the middle of the text: a spare takes its place, the text pauses and goes on; on a
+    /// network of rtt=40ms unless --wan says otherwise
+    #[arg(long)]
+    pub churn: bool,
     /// One JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -118,6 +126,7 @@ struct Demo {
     checkpoint: Checkpoint,
     prompt: Vec<TokenId>,
     cut: Vec<LayerRange>,
+    wan: Option<WanSettings>,
 }
 
 impl Demo {
@@ -143,7 +152,11 @@ impl Demo {
             DemoMode::Pipelined => tile(config.layers, args.stages, taps),
         }
         .map_err(Failure::of("config"))?;
-        Ok(Self { args, prompt, cut, checkpoint })
+        let wan = match (&args.wan, args.churn) {
+            (None, true) => Some(CHURN_WAN.parse().map_err(Failure::of("wan"))?),
+            (wan, _) => wan.clone(),
+        };
+        Ok(Self { args, prompt, cut, checkpoint, wan })
     }
 
     async fn run(self: &Arc<Self>) -> Result<(), Failure> {
@@ -151,21 +164,24 @@ impl Demo {
         let options = LocalRingOptions {
             model: args.model.clone(),
             cut: self.cut.clone(),
+            spares: if args.churn { self.cut.clone() } else { Vec::new() },
+            log: false,
+            own_hops: false,
             wire: args.wire,
             in_flight: args.in_flight,
             drafts: args.drafts,
             threads: args.threads,
-            wan: args.wan.clone(),
+            wan: self.wan.clone(),
             seed: args.seed,
         };
         let mut signals = Signals::new()?;
         let work = async |ring: &LocalRing| {
             self.introduce(ring);
-            let answer = self.ask(ring).await?;
-            let stages: Vec<Value> = ring.stages.iter().map(stage_json).collect();
-            Ok((answer, stages, args.wan.as_ref().map(|wan| path_row(wan, &ring.stages))))
+            let (answer, shown) = self.ask(ring).await?;
+            let stages: Vec<Value> = ring.stages.iter().filter(|stage| !stage.spare).map(stage_json).collect();
+            Ok((answer, stages, self.wan.as_ref().map(|wan| path_row(wan, &ring.stages)), shown))
         };
-        let (answer, stages, path) = with_ring(&options, &mut signals, work).await?;
+        let (answer, stages, path, shown) = with_ring(&options, &mut signals, work).await?;
         let demo = Arc::clone(self);
         let reference = tokio::select! {
             reference = tokio::task::spawn_blocking(move || demo.reference()) => {
@@ -175,9 +191,13 @@ impl Demo {
         };
         let ids = answer.ids()?;
         let equal = reference == ids;
-        self.report(&answer, path, equal, &reference);
+        let path = path.map(|path| ("emulated path of every hop", path));
+        let more: Vec<_> = path.into_iter().chain(shown.iter().flat_map(|shown| shown.rows.clone())).collect();
+        report(&answer, more, equal, &reference);
         if args.json {
-            console::line(&self.json(&answer, equal, &stages).to_string());
+            let mut object = self.json(&answer, equal, &stages);
+            object["churn"] = shown.map_or(Value::Null, |shown| shown.json);
+            console::line(&object.to_string());
         }
         if equal { Ok(()) } else { Err(Failure::new("equality", first_difference(&ids, &reference))) }
     }
@@ -185,13 +205,14 @@ impl Demo {
     fn introduce(&self, ring: &LocalRing) {
         for stage in &ring.stages {
             let pid = stage.child.pid().map_or_else(|| "-".to_owned(), |pid| pid.to_string());
-            console::note(&format!("stage {:>5}  pid {pid:>7}  {}", stage.range.to_string(), stage.peer));
+            let kind = if stage.spare { "spare" } else { "stage" };
+            console::note(&format!("{kind} {:>5}  pid {pid:>7}  {}", stage.range.to_string(), stage.peer));
         }
         console::note(&format!("coordinator at {}\n", ring.url()));
     }
 
     /// Streams the text to the terminal as it comes.
-    async fn ask(&self, ring: &LocalRing) -> Result<Answer, Failure> {
+    async fn ask(&self, ring: &LocalRing) -> Result<(Answer, Option<Shown>), Failure> {
         let args = &self.args;
         let ids: Vec<u32> = self.prompt.iter().map(|id| id.0).collect();
         let body = json!({
@@ -200,17 +221,23 @@ impl Demo {
             "return_token_ids": true, "stream": true, "stream_options": { "include_usage": true },
         });
         let (client, max_new) = (Client::new(ring.url()), u64::from(args.max_new));
+        let (url, churn) = (ring.url().to_owned(), args.churn);
         let streaming = tokio::task::spawn_blocking(move || {
             let mut out = std::io::stdout();
             let terminal = out.is_terminal();
+            let show = churn.then(|| Show::aim(&url, (max_new / 3).max(1))).transpose()?;
             let mut screen = Screen::new(&mut out, terminal, max_new);
             let mut answer = Answer::default();
             let streamed = client.stream(&body, |event| {
                 let delta = answer.take(&event)?;
-                screen.show(&delta, answer.completion_tokens).map_err(Failure::of("stdout"))
+                screen.show(&delta, answer.completion_tokens).map_err(Failure::of("stdout"))?;
+                let done = show.as_ref().map(|show| show.token(answer.completion_tokens)).transpose()?;
+                done.flatten().map_or(Ok(()), |words| screen.say(&words).map_err(Failure::of("stdout")))
             });
             screen.finish().map_err(Failure::of("stdout"))?;
-            streamed.map(|()| answer)
+            streamed?;
+            let shown = show.map(|show| show.shown()).transpose()?;
+            Ok((answer, shown))
         });
         streaming.await.map_err(Failure::of("client"))?
     }
@@ -238,43 +265,43 @@ impl Demo {
         object["reference_equal"] = json!(equal);
         object["mode"] = json!(self.args.mode.name());
         object["wire"] = json!(self.args.wire);
-        object["wan"] = json!(self.args.wan.as_ref().map(ToString::to_string));
+        object["wan"] = json!(self.wan.as_ref().map(ToString::to_string));
         object["stages"] = json!(stages);
         object
     }
+}
 
-    fn report(&self, answer: &Answer, path: Option<String>, equal: bool, reference: &[TokenId]) {
-        let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
-        let list = |name: &str| {
-            let values = answer.measured.get(name).and_then(Value::as_array);
-            let shown =
-                values.map(|values| values.iter().map(|value| format!("{:.2}", value.as_f64().unwrap_or(f64::NAN))));
-            shown.map_or_else(|| "-".to_owned(), |shown| shown.collect::<Vec<_>>().join("  "))
-        };
-        let shown = |value: Option<f64>, digits: usize| {
-            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
-        };
-        let rows = [
-            ("tokens per second", shown(number("tokens_per_second"), 1)),
-            ("time to first token, ms", shown(number("ttft_ms"), 1)),
-            ("acceptance length", shown(number("acceptance_length"), 2)),
-            ("acceptance by depth", list("accept_by_depth")),
-            ("frames per token", shown(number("frames_per_token"), 2)),
-            ("frames computed per token, by stage", list("frames_computed_per_token")),
-            ("most frames in flight", shown(number("max_in_flight"), 0)),
-            ("bytes per position and hop", shown(number("wire_bytes_per_position"), 0)),
-            (
-                "ids equal to one undrafted process",
-                format!("{} ({} tokens)", if equal { "yes" } else { "NO" }, reference.len()),
-            ),
-        ];
-        let mut table = String::from("\n");
-        for (name, value) in path.map(|path| ("emulated path of every hop", path)).into_iter().chain(rows) {
-            table += &format!("{name:<38} {value}\n");
-        }
-        let mut out = std::io::stdout().lock();
-        let _ = write!(out, "{table}").and_then(|()| out.flush());
+/// The table behind the text; `more` are rows in front.
+fn report(answer: &Answer, more: Vec<(&'static str, String)>, equal: bool, reference: &[TokenId]) {
+    let number = |name: &str| answer.measured.get(name).and_then(Value::as_f64);
+    let list = |name: &str| {
+        let values = answer.measured.get(name).and_then(Value::as_array);
+        let shown =
+            values.map(|values| values.iter().map(|value| format!("{:.2}", value.as_f64().unwrap_or(f64::NAN))));
+        shown.map_or_else(|| "-".to_owned(), |shown| shown.collect::<Vec<_>>().join("  "))
+    };
+    let shown =
+        |value: Option<f64>, digits: usize| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"));
+    let rows = [
+        ("tokens per second", shown(number("tokens_per_second"), 1)),
+        ("time to first token, ms", shown(number("ttft_ms"), 1)),
+        ("acceptance length", shown(number("acceptance_length"), 2)),
+        ("acceptance by depth", list("accept_by_depth")),
+        ("frames per token", shown(number("frames_per_token"), 2)),
+        ("frames computed per token, by stage", list("frames_computed_per_token")),
+        ("most frames in flight", shown(number("max_in_flight"), 0)),
+        ("bytes per position and hop", shown(number("wire_bytes_per_position"), 0)),
+        (
+            "ids equal to one undrafted process",
+            format!("{} ({} tokens)", if equal { "yes" } else { "NO" }, reference.len()),
+        ),
+    ];
+    let mut table = String::from("\n");
+    for (name, value) in more.into_iter().chain(rows) {
+        table += &format!("{name:<38} {value}\n");
     }
+    let mut out = std::io::stdout().lock();
+    let _ = write!(out, "{table}").and_then(|()| out.flush());
 }
 
 /// Refuses what a ring of this model would refuse.

@@ -3,6 +3,7 @@
 //! One file a command; [`console`] and [`process`] are what they share.
 
 mod answer;
+pub mod churn;
 pub mod client;
 pub mod console;
 pub mod coordinator;
@@ -18,6 +19,7 @@ mod screen;
 pub mod stage;
 pub mod tiling;
 pub mod wan;
+mod wan_control;
 
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -10,7 +10,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -21,6 +21,9 @@ use tokio::time::timeout;
 
 /// Longest line that is taken from a child, in bytes; the rest of a longer one is skipped.
 const LINE_BYTES_MAX: usize = 64 << 10;
+
+/// `EVENT` lines of a child that are kept.
+const EVENTS_MAX: usize = 64;
 
 /// Lines of a child's stderr that are kept for an error message.
 const STDERR_LINES_MAX: usize = 20;
@@ -144,6 +147,27 @@ enum Said {
 
 type Lines = Arc<Mutex<VecDeque<String>>>;
 
+/// The `EVENT` lines of a child as they came, oldest first.
+#[derive(Debug, Clone, Default)]
+pub struct Events(Arc<Mutex<VecDeque<(Instant, String)>>>);
+
+impl Events {
+    /// The first one at or after a time that has `word` in it.
+    #[must_use]
+    pub fn first_since(&self, time: Instant, word: &str) -> Option<Instant> {
+        let events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        events.iter().find(|(at, text)| *at >= time && text.contains(word)).map(|(at, _)| *at)
+    }
+
+    fn keep(&self, text: &str) {
+        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() == EVENTS_MAX {
+            events.pop_front();
+        }
+        events.push_back((crate::clock::now(), text.to_owned()));
+    }
+}
+
 /// A child process. Dropped, it is stopped in the background; with the runtime, it is killed.
 #[derive(Debug)]
 pub struct Child {
@@ -153,6 +177,7 @@ pub struct Child {
     /// The life line.
     stdin: Option<ChildStdin>,
     said: watch::Receiver<Said>,
+    events: Events,
     stderr: Lines,
 }
 
@@ -180,21 +205,28 @@ impl Child {
         let mut process =
             started.map_err(|why| ProcessError::Start { name: name.clone(), program: program.to_owned(), why })?;
         let (sender, said) = watch::channel(Said::Nothing);
+        let events = Events::default();
         if let Some(stdout) = process.stdout.take() {
-            tokio::spawn(listen(BufReader::new(stdout), sender));
+            tokio::spawn(listen(BufReader::new(stdout), sender, events.clone()));
         }
         let stderr = Lines::default();
         if let Some(lines) = process.stderr.take() {
             tokio::spawn(keep(name.clone(), BufReader::new(lines), Arc::clone(&stderr)));
         }
         let stdin = process.stdin.take();
-        Ok(Self { name, process: Some(process), stdin, said, stderr })
+        Ok(Self { name, process: Some(process), stdin, said, events, stderr })
     }
 
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What it said of its changes.
+    #[must_use]
+    pub fn events(&self) -> Events {
+        self.events.clone()
     }
 
     /// Its process id, while it runs.
@@ -285,10 +317,14 @@ async fn stop_within(process: &mut tokio::process::Child, grace: Duration) {
 }
 
 /// Follows a child's stdout.
-async fn listen(mut stdout: impl AsyncBufRead + Unpin, said: watch::Sender<Said>) {
+async fn listen(mut stdout: impl AsyncBufRead + Unpin, said: watch::Sender<Said>, events: Events) {
     let mut line = Vec::new();
     while let Ok(true) = next_line(&mut stdout, &mut line).await {
-        if let Some(heard) = understand(&String::from_utf8_lossy(&line)) {
+        let text = String::from_utf8_lossy(&line);
+        if let Some(event) = text.strip_prefix("EVENT ") {
+            events.keep(event);
+        }
+        if let Some(heard) = understand(&text) {
             said.send_if_modified(|said| {
                 // What was fatal stays the reason, whatever follows.
                 let changed = !matches!(said, Said::Fatal { .. });

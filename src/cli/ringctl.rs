@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::api::score::ScoreReport;
+use crate::cli::churn::{self, ChurnArgs};
 use crate::cli::console::{self, Failure, Signals};
 use crate::cli::coordinator::{self, CoordinatorArgs};
 use crate::cli::demo::{self, DemoArgs};
@@ -30,6 +31,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Score a token sequence on a running coordinator, or on a ring started for it
     Score(ScoreArgs),
+    /// Strike stages while text streams, on a ring started for it or a running one, and prove the text right
+    Churn(ChurnArgs),
     /// Put an emulated wide-area network in front of processes, and change it while they talk
     Wan(WanArgs),
 }
@@ -47,6 +50,7 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Stage(args) => stage::run(args),
         Command::Coordinator(args) => coordinator::run(args),
+        Command::Churn(args) => churn::run(args),
         Command::Wan(args) => wan::run(args),
         Command::Generate(args) => {
             console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))
@@ -68,6 +72,9 @@ fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failu
     let options = LocalRingOptions {
         model: args.model.clone(),
         cut,
+        spares: Vec::new(),
+        log: false,
+        own_hops: false,
         wire,
         in_flight: None,
         drafts: None,

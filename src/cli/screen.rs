@@ -66,6 +66,15 @@ impl<'a> Screen<'a> {
         Ok(())
     }
 
+    /// Shows a note between the lines of the text.
+    pub(crate) fn say(&mut self, note: &str) -> io::Result<()> {
+        let mut err = io::stderr();
+        match &self.bar {
+            Some(bar) => bar.suspend(|| writeln!(err, "[{note}]")),
+            None => writeln!(err, "\n[{note}]"),
+        }
+    }
+
     /// Takes the progress line away and ends the text with a line feed.
     pub(crate) fn finish(self) -> io::Result<()> {
         if let Some(bar) = &self.bar {

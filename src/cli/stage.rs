@@ -79,6 +79,9 @@ pub struct StageArgs {
     /// Sessions held at once
     #[arg(long, value_name = "N", default_value_t = MAX_SESSIONS)]
     pub max_sessions: u32,
+    /// Wait to replace another stage: a ring takes this one only where no other stage holds its range
+    #[arg(long)]
+    pub spare: bool,
     /// Wire encodings to offer, best first; the coordinator chooses
     #[arg(long, value_name = "ENCODING", value_delimiter = ',', default_value = "fp8,bf16")]
     pub wire: Vec<WireEncoding>,
@@ -213,6 +216,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         dial_scope: args
             .dial_scope
             .unwrap_or_else(|| Scope::shown_by(args.listen.iter().chain(&args.announce).chain(&args.coordinator))),
+        spare: args.spare,
         heartbeat: HEARTBEAT,
         dead_after: seconds("--dead-after", args.dead_after)?,
         announce,

@@ -5,6 +5,7 @@
 
 use std::io::{BufRead, Read};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -13,10 +14,11 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::cli::console::{self, Failure, Signals};
+use crate::cli::wan_control::Control;
 use crate::wan::{Proxy, ProxyHandle, ProxySettings, SettingsError, WanSettings, Way};
 
 /// Longest command, in bytes.
-const LINE_BYTES_MAX: usize = 4 << 10;
+pub(super) const LINE_BYTES_MAX: usize = 4 << 10;
 
 /// Commands that wait.
 const LINES_MAX: usize = 16;
@@ -43,6 +45,10 @@ pub struct WanArgs {
     /// Print a STATS line a proxy every so often
     #[arg(long, value_name = "SECONDS")]
     pub stats_every: Option<f64>,
+    /// Take commands on this Unix socket too: a file that only this user may open; `ringctl churn` cuts
+    /// hops there
+    #[arg(long, value_name = "FILE")]
+    pub control: Option<PathBuf>,
     /// End when stdin closes: for a program that starts an emulated network
     #[arg(long, hide = true)]
     pub parent_pipe: bool,
@@ -63,6 +69,8 @@ enum Action {
     Cut(Vec<Way>),
     /// Take back every cut.
     Heal,
+    /// Tell what there is.
+    List,
     /// Tell what became of the packets.
     Stats,
 }
@@ -71,7 +79,7 @@ enum Action {
 #[derive(Debug, thiserror::Error)]
 enum CommandError {
     #[error(
-        "{line:?}: expected `set SETTINGS`, `cut in`, `cut out`, `cut both`, `heal` or `stats`, with the number of a proxy before it where it is for one"
+        "{line:?}: expected `set SETTINGS`, `cut in`, `cut out`, `cut both`, `heal`, `list` or `stats`, with the number of a proxy before it where it is for one"
     )]
     Unknown { line: String },
     #[error("proxy {proxy}: expected a number below {count}, the proxies that there are")]
@@ -90,13 +98,21 @@ pub fn run(args: &WanArgs) -> ExitCode {
 fn start(args: &WanArgs) -> Result<(), Failure> {
     let every = args.stats_every.map(seconds).transpose()?;
     let proxies = Proxies::start(args)?;
+    let control = args.control.as_deref().map(Control::bind).transpose().map_err(Failure::of("control"))?;
     let listening: Vec<Value> = proxies.0.iter().map(describe).collect();
     console::line(&format!("READY {}", json!({ "proxies": listening, "pid": std::process::id() })));
     let ends = args.parent_pipe;
     console::runtime()?.block_on(async {
         let mut signals = Signals::new()?;
+        let listen = async {
+            match &control {
+                Some(control) => control.serve(|line| answer(&proxies, Ok(line))).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = obey(&proxies, ends) => {}
+            listened = listen => listened.map_err(Failure::of("control"))?,
             () = tell(&proxies, every) => {}
             () = signals.next() => {}
         }
@@ -118,13 +134,18 @@ async fn obey(proxies: &Proxies, ends: bool) {
     // A thread of its own: a read of stdin can't be cancelled, and the process ends over it.
     std::thread::spawn(move || read_lines(std::io::stdin().lock(), |line| sender.blocking_send(line).is_ok()));
     while let Some(line) = lines.recv().await {
-        match line.and_then(|line| proxies.obey(&line)) {
-            Ok(said) => said.iter().for_each(|line| console::line(line)),
-            Err(error) => console::line(&format!("ERROR {}", json!({ "error": error.to_string() }))),
-        }
+        answer(proxies, line).iter().for_each(|line| console::line(line));
     }
     if !ends {
         std::future::pending::<()>().await;
+    }
+}
+
+/// Does what a line says, and gives the lines to answer with.
+fn answer(proxies: &Proxies, line: Result<String, CommandError>) -> Vec<String> {
+    match line.and_then(|line| proxies.obey(&line)) {
+        Ok(said) => said,
+        Err(error) => vec![format!("ERROR {}", json!({ "error": error.to_string() }))],
     }
 }
 
@@ -175,6 +196,7 @@ fn parse(line: &str) -> Result<Command, CommandError> {
         ("cut", ["out"]) => Action::Cut(vec![Way::Out]),
         ("cut", ["both"] | []) => Action::Cut(Way::BOTH.to_vec()),
         ("heal", []) => Action::Heal,
+        ("list", []) => Action::List,
         ("stats", []) => Action::Stats,
         _ => return Err(unknown()),
     };
@@ -226,7 +248,7 @@ impl Proxies {
         }
         for (_, proxy) in &chosen {
             match &action {
-                Action::Set(_) => {}
+                Action::Set(_) | Action::List => {}
                 Action::Cut(ways) => ways.iter().for_each(|way| proxy.cut(*way)),
                 Action::Heal => proxy.heal(),
                 Action::Stats => return Ok(chosen.iter().map(|(at, proxy)| stats(*at, proxy)).collect()),
@@ -263,8 +285,9 @@ mod tests {
     fn proxies(count: usize) -> Proxies {
         let to = (0..count).map(|_| SocketAddr::from(([127, 0, 0, 1], 9))).collect();
         let set = vec!["rtt=10ms".parse().unwrap()];
-        let (listen, stats_every) = (Vec::new(), None);
-        Proxies::start(&WanArgs { listen, to, set, seed: 0, clients: 4, stats_every, parent_pipe: false }).unwrap()
+        let (listen, stats_every, control) = (Vec::new(), None, None);
+        Proxies::start(&WanArgs { listen, to, set, seed: 0, clients: 4, stats_every, control, parent_pipe: false })
+            .unwrap()
     }
 
     #[test]

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::coordinator::handle::Command;
-use crate::coordinator::job::{Event, Finish, JobError, JobSide, Mode, Request};
+use crate::coordinator::job::{Client, Event, Finish, JobError, Mode, Request};
 use crate::coordinator::localize::blame;
+use crate::coordinator::log::record::Ended;
 use crate::coordinator::run::Shell;
-use crate::coordinator::session::{Arithmetic, CLOSE_DEADLINE, LOCALIZE_DEADLINE, Opening, Phase, Session};
+use crate::coordinator::session::{Arithmetic, CLOSE_DEADLINE, LOCALIZE_DEADLINE, Opening, Phase, Readers, Session};
 use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
@@ -20,9 +21,19 @@ use crate::transport::Lane;
 impl Shell {
     pub(super) fn handle_command(&mut self, command: Command) {
         match command {
-            Command::Submit { session, request, reader } => self.start(session, request, Some(reader)),
-            Command::Enough(session) => self.stop(session),
-            Command::Gone(session) => self.abandon(session),
+            Command::Submit { session, request, client, reader } => {
+                self.start(session, request, Readers::new(client, Some(reader)));
+            }
+            Command::Attach { session, authorization, reader, found } => {
+                self.attach(session, authorization, reader, found);
+            }
+            Command::Enough { session, .. } | Command::Gone { session, .. } if self.forget_unstarted(session) => {}
+            Command::Enough { session, reader } => {
+                if self.sessions.get(&session).is_some_and(|session| session.readers.number == reader) {
+                    self.stop(session);
+                }
+            }
+            Command::Gone { session, reader } => self.detach(session, reader),
         }
     }
 
@@ -43,19 +54,21 @@ impl Shell {
             ignore_eos: true,
         };
         tracing::debug!(%session, age = ?now, "probe round");
-        self.start(session, request, None);
+        self.start(session, request, Readers::new(Client::default(), None));
     }
 
-    fn start(&mut self, id: SessionId, request: Request, reader: Option<JobSide>) {
+    pub(super) fn start(&mut self, id: SessionId, request: Request, readers: Readers) {
         let now = clock::now();
         match self.opening(id, &request, &[], None, now) {
             Ok(opening) => {
-                let mut session = Session::new(request, opening, reader, now);
+                let mut session = Session::new(request, opening, readers, now);
                 session.wire_bytes_per_position = self.wire_bytes(session.arithmetic.encoding);
+                self.log_opened(id, &mut session);
                 self.sessions.insert(id, session);
                 self.open(id);
             }
-            Err(error) => self.end_unstarted(reader, error),
+            Err(JobError::NotReady { why }) => self.wait_to_start(id, request, readers, why),
+            Err(error) => self.end_unstarted(readers, error),
         }
     }
 
@@ -82,9 +95,21 @@ impl Shell {
         let ring: Vec<(Node, LayerRange)> = whole.iter().map(|member| (member.peer, member.offer.range)).collect();
         let draft_block = whole.last().map_or(0, |member| member.offer.draft_block);
         // A stage that drains is still there, and takes no session.
-        if let Some(why) = self.ring.missing() {
-            return Err(JobError::NotReady { why });
+        match self.ring.missing() {
+            Some(why) => Err(JobError::NotReady { why }),
+            None => self.opening_on((ring, draft_block), (id, request), committed, arithmetic, now),
         }
+    }
+
+    /// The same on these stages; on none, what a session waits with.
+    pub(super) fn opening_on(
+        &self,
+        (ring, draft_block): (Vec<(Node, LayerRange)>, u32),
+        (id, request): (SessionId, &Request),
+        committed: &[TokenId],
+        arithmetic: Option<&Arithmetic>,
+        now: Instant,
+    ) -> Result<Opening, JobError> {
         let drafts = match request.mode.unwrap_or_default() {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),
             Mode::Plain => 0,
@@ -104,6 +129,7 @@ impl Shell {
         let reach = (draft_block + 1)
             .max(self.settings.in_flight_max)
             .max(chunk.saturating_mul(stages + 1))
+            .saturating_add(self.log.lag())
             .min(positions.max(1));
         let open = Open {
             view: self.ring.view(),
@@ -122,9 +148,10 @@ impl Shell {
         Ok(Opening { open, round, ring, arithmetic, replayed })
     }
 
-    fn end_unstarted(&self, reader: Option<JobSide>, error: JobError) {
-        if let Some(reader) = reader {
-            self.end(reader, Event::Failed(error));
+    pub(super) fn end_unstarted(&self, readers: Readers, error: JobError) {
+        self.uncount(&readers);
+        if let Some(reader) = readers.reader {
+            reader.end(Event::Failed(error));
         }
     }
 
@@ -158,7 +185,7 @@ impl Shell {
         }
     }
 
-    fn wire_bytes(&self, encoding: WireEncoding) -> u64 {
+    pub(super) fn wire_bytes(&self, encoding: WireEncoding) -> u64 {
         let bytes = codec::frame_header_bytes(1) + encoding.position_bytes(self.shape.hc, self.shape.dim);
         u64::try_from(bytes).unwrap_or(u64::MAX)
     }
@@ -182,7 +209,7 @@ impl Shell {
     }
 
     /// Does what a session's round says until it has nothing more to say.
-    fn drain_round(&mut self, id: SessionId) {
+    pub(super) fn drain_round(&mut self, id: SessionId) {
         let now = clock::now();
         loop {
             let Some(session) = self.sessions.get_mut(&id) else { return };
@@ -230,9 +257,11 @@ impl Shell {
         }
     }
 
-    fn count_in_flight(&self) {
+    pub(super) fn count_in_flight(&self) {
         let frames: usize = self.sessions.values().map(|session| session.round.in_flight()).sum();
         self.shared.in_flight.store(u32::try_from(frames).unwrap_or(u32::MAX), Ordering::Relaxed);
+        let rejections = self.sessions.values().map(|session| u64::from(session.round.stats().rejections)).sum();
+        self.shared.rejections.store(rejections, Ordering::Relaxed);
     }
 
     /// Ends a session well: frees it on every stage, and asks what they computed.
@@ -243,7 +272,7 @@ impl Shell {
         };
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let pending: BTreeSet<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
-        let settled = session.round.frontier();
+        let settled = session.round.floor();
         session.phase = Phase::Closing { finish, pending: pending.clone(), until: now + CLOSE_DEADLINE };
         self.free(id, pending, settled);
     }
@@ -267,12 +296,17 @@ impl Shell {
         }
     }
 
-    fn finish(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.remove(&id) else { return };
+    /// Says the end, once the reader was told every token.
+    pub(super) fn finish(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
         let Phase::Closing { finish, .. } = session.phase else { return };
-        let stats = session.stats();
-        if let Some(reader) = session.reader {
-            self.end(reader, Event::Finished { reason: finish, stats });
+        session.ending = session.told() < session.committed.len();
+        if session.ending {
+            return;
+        }
+        let last = Event::Finished { reason: finish, stats: session.stats() };
+        if let Some(session) = self.sessions.remove(&id) {
+            self.end(id, session, last);
         }
         self.count_in_flight();
     }
@@ -281,10 +315,8 @@ impl Shell {
     pub(super) fn fail(&mut self, id: SessionId, error: JobError) {
         let Some(session) = self.sessions.remove(&id) else { return };
         tracing::warn!(session = %id, %error, "session failed");
-        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
-        if let Some(reader) = session.reader {
-            self.end(reader, Event::Failed(error));
-        }
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.floor());
+        self.end(id, session, Event::Failed(error));
         self.count_in_flight();
     }
 
@@ -303,18 +335,19 @@ impl Shell {
     }
 
     /// The reader is gone: frees the session everywhere, and tells nobody.
-    fn abandon(&mut self, id: SessionId) {
+    pub(super) fn abandon(&mut self, id: SessionId) {
         let Some(session) = self.sessions.remove(&id) else { return };
-        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.frontier());
-        if session.reader.is_some() {
-            self.shared.open.fetch_sub(1, Ordering::AcqRel);
-        }
+        self.free(id, session.ring.iter().map(|(peer, _)| *peer), session.round.floor());
+        self.uncount(&session.readers);
+        self.log_ended(id, &session, Ended::Cancelled);
         self.count_in_flight();
     }
 
-    fn end(&self, reader: JobSide, event: Event) {
-        self.shared.open.fetch_sub(1, Ordering::AcqRel);
-        reader.end(event);
+    /// A session of a client is no more.
+    pub(super) fn uncount(&self, readers: &Readers) {
+        if !readers.probe {
+            self.shared.open.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 
     fn round_failed(&mut self, id: SessionId, error: &RoundError, now: Instant) {
@@ -388,13 +421,14 @@ impl Shell {
     /// The ring of the sessions is no more: they wait for the next one.
     pub(super) fn handle_broken(&mut self, peer: Node, range: LayerRange, why: &str) {
         self.forget_round();
+        self.leave_superseded();
         let now = clock::now();
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
             let Some(session) = self.sessions.get_mut(&id) else { continue };
             match session.phase {
                 // Its tokens are all committed: only the numbers may miss a stage.
                 Phase::Closing { .. } => self.finish(id),
-                Phase::Running | Phase::Localizing { .. } | Phase::Parked { .. } if session.reader.is_none() => {
+                Phase::Running | Phase::Localizing { .. } | Phase::Parked { .. } if session.readers.probe => {
                     self.abandon(id);
                 }
                 Phase::Running | Phase::Localizing { .. } => {
@@ -419,6 +453,8 @@ impl Shell {
             match self.opening(id, &session.request, &session.committed, Some(&session.arithmetic), now) {
                 Ok(opening) => {
                     tracing::info!(session = %id, replayed = opening.open.prompt_len, "session goes on");
+                    let replay = (u64::from(opening.open.prompt_len), self.replay_bytes(&opening));
+                    self.heals.replayed(replay, (self.link.local(), self.ring.view()), now);
                     if let Some(session) = self.sessions.get_mut(&id) {
                         session.resume(opening, now);
                     }
@@ -427,6 +463,24 @@ impl Shell {
                 Err(JobError::NotReady { .. }) => {}
                 Err(error) => self.fail(id, error),
             }
+        }
+    }
+
+    /// What the whole history of a session costs on the way from the coordinator to the tail.
+    fn replay_bytes(&self, opening: &Opening) -> u64 {
+        let position = |(_, range): &(Node, LayerRange)| match range.lo() {
+            0 => size_of::<TokenId>(),
+            layer => opening.open.encoding_at(layer).position_bytes(self.shape.hc, self.shape.dim),
+        };
+        let bytes: usize = opening.ring.iter().map(position).sum();
+        u64::from(opening.open.prompt_len).saturating_mul(u64::try_from(bytes).unwrap_or(u64::MAX))
+    }
+
+    /// Notes when every session that was computed again has its state.
+    pub(super) fn settle_heals(&mut self) {
+        if self.heals.rebuilding() && !self.sessions.values().any(Session::rebuilding) {
+            self.heals.rebuilt(clock::now());
+            self.publish();
         }
     }
 
@@ -439,8 +493,9 @@ impl Shell {
             return;
         }
         let mut error = error.clone();
-        if let (JobError::StageLost { why, .. }, false) = (&mut error, self.settings.heal_wait.is_zero()) {
-            let waited = self.settings.heal_wait.as_secs_f64();
+        let waits = self.settings.heal_wait;
+        if let (JobError::StageLost { why, .. } | JobError::NotReady { why }, false) = (&mut error, waits.is_zero()) {
+            let waited = waits.as_secs_f64();
             let missing = missing.unwrap_or_else(|| "the ring lost it again and again".to_owned());
             *why = format!("{why}; nothing took its place in {waited} s: {missing}");
         }
@@ -450,6 +505,7 @@ impl Shell {
     pub(super) fn sessions_timeout(&self) -> Option<Instant> {
         let of = |session: &Session| match &session.phase {
             Phase::Running => session.round.poll_timeout().map(|(at, _)| at),
+            Phase::Closing { .. } if session.ending => None,
             Phase::Closing { until, .. } | Phase::Localizing { until, .. } | Phase::Parked { until, .. } => {
                 Some(*until)
             }
@@ -465,7 +521,7 @@ impl Shell {
                     session.round.handle_timeout(now);
                     self.drain_round(id);
                 }
-                Phase::Closing { until, .. } if *until <= now => self.finish(id),
+                Phase::Closing { until, .. } if *until <= now && !session.ending => self.finish(id),
                 Phase::Localizing { until, .. } if *until <= now => self.judge(id),
                 Phase::Parked { .. } => self.expire_parked(id, now),
                 Phase::Closing { .. } | Phase::Localizing { .. } => {}

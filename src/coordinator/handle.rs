@@ -6,10 +6,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc;
+use futures::future::BoxFuture;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::clock;
-use crate::coordinator::job::{Job, JobSide, Mode, ModelFacts, Request, RingStatus, Serve, SubmitError};
+use crate::coordinator::attach::Found;
+use crate::coordinator::job::{
+    Attached, Client, Job, JobSide, Mode, ModelFacts, Request, RingStatus, Serve, SubmitError,
+};
 use crate::ids::SessionId;
 
 /// Requests that wait for the loop.
@@ -19,11 +23,13 @@ pub(crate) const COMMANDS_MAX: usize = 256;
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Start a session.
-    Submit { session: SessionId, request: Request, reader: JobSide },
-    /// Its reader has enough.
-    Enough(SessionId),
-    /// Its reader is gone.
-    Gone(SessionId),
+    Submit { session: SessionId, request: Request, client: Client, reader: JobSide },
+    /// Let another reader read a session on.
+    Attach { session: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: oneshot::Sender<Found> },
+    /// Its reader, the so-many-th, has enough.
+    Enough { session: SessionId, reader: u64 },
+    /// Its reader, the so-many-th, is gone.
+    Gone { session: SessionId, reader: u64 },
 }
 
 /// What the loop publishes.
@@ -31,6 +37,8 @@ pub(crate) enum Command {
 pub(crate) struct Shared {
     pub(crate) status: Mutex<RingStatus>,
     pub(crate) last_round: Mutex<Option<Instant>>,
+    pub(crate) begun: Instant,
+    pub(crate) rejections: AtomicU64,
     pub(crate) in_flight: AtomicU32,
     /// Sessions of readers, from submission until they are freed on every stage.
     pub(crate) open: AtomicU32,
@@ -81,6 +89,18 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Passes on what the `number`-th reader of a session says, or that it is gone.
+    fn watch(&self, session: SessionId, number: u64, caller: oneshot::Receiver<()>) {
+        let commands = self.commands.clone();
+        tokio::spawn(async move {
+            let said = match caller.await {
+                Ok(()) => Command::Enough { session, reader: number },
+                Err(_) => Command::Gone { session, reader: number },
+            };
+            let _ = commands.send(said).await;
+        });
+    }
+
     /// Counts a session in, unless the ring is full.
     fn admit(&self) -> Result<(), SubmitError> {
         let limit = self.shared.session_limit.load(Ordering::Relaxed);
@@ -94,23 +114,32 @@ impl Coordinator {
 
 impl Serve for Coordinator {
     fn submit(&self, request: Request) -> Result<Job, SubmitError> {
+        self.submit_as(request, Client::default())
+    }
+
+    fn submit_as(&self, request: Request, client: Client) -> Result<Job, SubmitError> {
         self.check(&request)?;
         self.admit()?;
         let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
         let (job, reader, caller) = Job::channel(session);
-        if self.commands.try_send(Command::Submit { session, request, reader }).is_err() {
+        if self.commands.try_send(Command::Submit { session, request, client, reader }).is_err() {
             let open = self.shared.open.fetch_sub(1, Ordering::AcqRel);
             return Err(SubmitError::Busy { open, limit: self.shared.session_limit.load(Ordering::Relaxed) });
         }
-        let commands = self.commands.clone();
-        tokio::spawn(async move {
-            let said = match caller.await {
-                Ok(()) => Command::Enough(session),
-                Err(_) => Command::Gone(session),
-            };
-            let _ = commands.send(said).await;
-        });
+        self.watch(session, 0, caller);
         Ok(job)
+    }
+
+    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+        Box::pin(async move {
+            let (job, reader, caller) = Job::channel(session);
+            let (found, finding) = oneshot::channel();
+            self.commands.send(Command::Attach { session, authorization, reader, found }).await.ok()?;
+            // A session that is not found answers with nothing.
+            let Found { number, request, form, tokens, ended } = finding.await.ok()?;
+            self.watch(session, number, caller);
+            Some(Attached { job, request, form, tokens, ended })
+        })
     }
 
     fn status(&self) -> RingStatus {
@@ -123,6 +152,9 @@ impl Serve for Coordinator {
             status.missing = Some("no token went round lately".to_owned());
         }
         status.sessions = self.shared.open.load(Ordering::Relaxed);
+        let up = clock::now().saturating_duration_since(self.shared.begun);
+        status.uptime_ms = u64::try_from(up.as_millis()).unwrap_or(u64::MAX);
+        status.rejections = self.shared.rejections.load(Ordering::Relaxed);
         status.in_flight = self.shared.in_flight.load(Ordering::Relaxed);
         status
     }

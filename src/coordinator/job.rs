@@ -1,9 +1,11 @@
 //! A request as the coordinator takes it and the events it gives back: the seam between
 //! [`crate::api`] and the ring.
 
-use serde::Serialize;
+use futures::future::BoxFuture;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
 
+use crate::coordinator::heals::HealStatus;
 use crate::ids::{SessionId, TokenId, View, WireEncoding};
 use crate::proto::control::Sampling;
 use crate::proto::frame::Answer;
@@ -12,7 +14,7 @@ use crate::proto::frame::Answer;
 pub const JOB_EVENTS_MAX: usize = 4096;
 
 /// Whether drafts are streamed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// Drafts are streamed through the ring without waiting.
@@ -23,7 +25,7 @@ pub enum Mode {
 }
 
 /// One request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Prompt tokens, at least one, all below the vocabulary.
     pub prompt: Vec<TokenId>,
@@ -41,8 +43,41 @@ pub struct Request {
     pub ignore_eos: bool,
 }
 
+/// Who asked, as far as it matters when the answer is read on over another connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Client {
+    /// The answer can be read on: the client learns the request's id before it has read all of it.
+    pub resumable: bool,
+    /// Digest of the authorization that came with the request; whoever reads on needs the same.
+    pub authorization: Option<[u8; 32]>,
+    /// How the API writes the answer, in its own words.
+    pub form: Vec<u8>,
+}
+
+impl Default for Client {
+    /// One without authorization that may come back.
+    fn default() -> Self {
+        Self { resumable: true, authorization: None, form: Vec::new() }
+    }
+}
+
+/// A session that is read on.
+#[derive(Debug)]
+pub struct Attached {
+    /// What it says from here on.
+    pub job: Job,
+    /// What was asked.
+    pub request: Request,
+    /// [`Client::form`] of the request.
+    pub form: Vec<u8>,
+    /// The tokens said before, from the first on.
+    pub tokens: Vec<TokenId>,
+    /// Nothing but the end is still to come.
+    pub ended: bool,
+}
+
 /// Why a session ended well.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finish {
     /// The end-of-sequence token came (it is the last committed token), or the caller stopped it.
@@ -155,9 +190,32 @@ pub enum JobError {
         /// What is missing.
         why: String,
     },
+    /// The session goes on, and not for this reader.
+    #[error("this stream ends here: {why}; read on with GET /v1/streams/REQUEST and Last-Event-ID")]
+    Detached {
+        /// Why.
+        why: String,
+    },
+    /// The log can't be written.
+    #[error(
+        "the coordinator's log can't be written: {why}; what was sent is in it, and the request goes on when the \
+         coordinator is started again"
+    )]
+    NotLogged {
+        /// What the system said.
+        why: String,
+    },
     /// The coordinator stops.
     #[error("the coordinator is shutting down")]
     Shutdown,
+}
+
+impl JobError {
+    /// The session may go on, here or in another coordinator: its stream has no end yet.
+    #[must_use]
+    pub fn leaves_open(&self) -> bool {
+        matches!(self, Self::Detached { .. } | Self::NotLogged { .. })
+    }
 }
 
 /// Why a request was not taken.
@@ -266,6 +324,10 @@ pub struct MemberStatus {
     pub in_ring: bool,
     /// Whether it answers.
     pub alive: bool,
+    /// Whether it only replaces other stages of its range.
+    pub spare: bool,
+    /// Where its neighbours dial it.
+    pub addresses: Vec<String>,
     /// Round trip of the coordinator's heartbeats to it, in microseconds; `None` before the first
     /// answer.
     pub rtt_us: Option<u64>,
@@ -318,6 +380,12 @@ pub struct RingStatus {
     /// Hops in the order of a frame's way: coordinator to head, stage to stage, tail to coordinator;
     /// empty unless whole.
     pub hops: Vec<HopStatus>,
+    /// Breaks of the ring and their heals, oldest first; at most [`HEALS_MAX`](crate::coordinator::heals::HEALS_MAX).
+    pub heals: Vec<HealStatus>,
+    /// Milliseconds since the coordinator started: the clock of `heals`.
+    pub uptime_ms: u64,
+    /// Drafts that were rejected in the open sessions since they were last opened on a ring.
+    pub rejections: u64,
     /// Open sessions.
     pub sessions: u32,
     /// Frames in flight over all sessions.
@@ -346,6 +414,21 @@ pub trait Serve: Send + Sync + 'static {
     /// # Errors
     /// [`SubmitError`]; nothing was started then.
     fn submit(&self, request: Request) -> Result<Job, SubmitError>;
+
+    /// Starts a session whose client may come back.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing was started then.
+    fn submit_as(&self, request: Request, client: Client) -> Result<Job, SubmitError> {
+        let _ = client;
+        self.submit(request)
+    }
+
+    /// Reads a session on; whoever read it before is told so. `None`: there is none, or it is another's.
+    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+        let _ = (session, authorization);
+        Box::pin(std::future::ready(None))
+    }
 
     /// The ring as it stands.
     fn status(&self) -> RingStatus;

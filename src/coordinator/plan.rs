@@ -19,6 +19,8 @@ pub struct Candidate {
     pub faulted: bool,
     /// Whether it was in the ring before: it keeps its place.
     pub incumbent: bool,
+    /// Whether it only replaces other stages of its range.
+    pub spare: bool,
 }
 
 /// The offers leave layers uncovered, or cut them so that no tiling exists.
@@ -45,7 +47,7 @@ fn list(ranges: &[LayerRange]) -> String {
 /// Chooses stages that cover `0..layers` exactly once, in ring order.
 ///
 /// Prefers a drafting tail, then the fewest stages that failed, the fewest layers held by stages that are
-/// new to the ring, the fewest stages, and lower peer ids.
+/// new to the ring, the fewest spares, the fewest stages, and lower peer ids.
 ///
 /// # Errors
 /// [`PlanError`] says which layers to add.
@@ -78,8 +80,8 @@ pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanErr
 }
 
 /// Which of the stages that hold one range goes first: the lower.
-fn rank(offer: &Candidate) -> (bool, bool, bool, Node) {
-    (offer.faulted, !offer.drafts, !offer.incumbent, offer.peer)
+fn rank(offer: &Candidate) -> (bool, bool, bool, bool, Node) {
+    (offer.faulted, !offer.drafts, !offer.incumbent, offer.spare, offer.peer)
 }
 
 /// A way to cover the layers from one on.
@@ -91,11 +93,13 @@ struct Cover {
 
 impl Cover {
     /// The lower, the better.
-    fn cost(&self) -> (bool, usize, usize, usize) {
+    fn cost(&self) -> (bool, usize, usize, usize, usize) {
         let faulted = self.ring.iter().filter(|offer| offer.faulted).count();
         let new = self.ring.iter().filter(|offer| !offer.incumbent);
         let moved = new.map(|offer| usize::from(offer.range.hi() - offer.range.lo())).sum();
-        (!self.drafts, faulted, moved, self.ring.len())
+        // A spare that has a place already keeps it.
+        let spares = self.ring.iter().filter(|offer| offer.spare && !offer.incumbent).count();
+        (!self.drafts, faulted, moved, spares, self.ring.len())
     }
 }
 
@@ -126,7 +130,14 @@ mod tests {
     use super::*;
 
     fn offer(text: &str, drafts: bool) -> Candidate {
-        Candidate { peer: Node::random(), range: text.parse().unwrap(), drafts, faulted: false, incumbent: false }
+        Candidate {
+            peer: Node::random(),
+            range: text.parse().unwrap(),
+            drafts,
+            faulted: false,
+            incumbent: false,
+            spare: false,
+        }
     }
 
     fn ranges(ring: &[Candidate]) -> Vec<String> {
@@ -169,6 +180,21 @@ mod tests {
         let offers = [offer("0:2", false), head, offer("2:4", false), offer("0:4", false), tail];
         let ring = plan(7, &offers).unwrap();
         assert_eq!((ranges(&ring), ring[0], ring[2]), (vec!["0:2".into(), "2:4".into(), "4:7".into()], head, tail));
+    }
+
+    #[test]
+    fn a_spare_replaces_and_does_nothing_else() {
+        let spare = |text, drafts| Candidate { spare: true, ..offer(text, drafts) };
+        let (head, tail) = (offer("0:3", false), offer("3:7", true));
+        let spares = [spare("0:3", false), spare("3:7", true), spare("0:7", true)];
+        let offers: Vec<Candidate> = spares.iter().copied().chain([head, tail]).collect();
+        assert_eq!(plan(7, &offers).unwrap(), [head, tail]);
+        let kept = Candidate { incumbent: true, ..tail };
+        let failed = Candidate { faulted: true, incumbent: true, ..head };
+        assert_eq!(plan(7, &[failed, spares[0], kept]).unwrap(), [spares[0], kept]);
+        let placed = Candidate { incumbent: true, ..spares[0] };
+        assert_eq!(plan(7, &[head, placed, kept]).unwrap(), [placed, kept], "it keeps the place that it took");
+        assert_eq!(plan(7, &[spares[0], tail]).unwrap(), [spares[0], tail]);
     }
 
     #[test]

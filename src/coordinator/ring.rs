@@ -13,6 +13,9 @@ use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
 /// How long the members of a view may take to connect to each other.
 const JOIN_DEADLINE: Duration = Duration::from_secs(10);
 
+/// How long the first ring waits for other stages of the ranges that only spares hold.
+const SPARE_GRACE: Duration = Duration::from_secs(1);
+
 /// How long to wait after a join that failed.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -98,6 +101,8 @@ pub struct Ring {
     members: BTreeMap<Node, Member>,
     /// Members of the last view that was joined.
     incumbents: BTreeSet<Node>,
+    /// When the first ring takes spares.
+    spares_from: Option<Instant>,
     state: State,
     outputs: VecDeque<Output>,
 }
@@ -111,11 +116,30 @@ impl Ring {
             view: View(0),
             members: BTreeMap::new(),
             incumbents: BTreeSet::new(),
+            spares_from: None,
             state: State::Waiting { why: String::new(), retry: None },
             outputs: VecDeque::new(),
         };
         ring.replan(None);
         ring
+    }
+
+    /// Its first view is above `view` too.
+    pub fn start_above(&mut self, view: View) {
+        self.view = self.view.max(view);
+    }
+
+    /// Another coordinator leads the ring.
+    #[must_use]
+    pub fn is_superseded(&self) -> bool {
+        matches!(self.state, State::Superseded { .. })
+    }
+
+    /// The view can't be joined, for it can't be logged.
+    pub fn handle_not_logged(&mut self, why: &str, now: Instant) {
+        if matches!(self.state, State::Joining { .. }) {
+            self.wait(format!("view {} can't be logged: {why}", self.view), Some(now + RETRY_AFTER));
+        }
     }
 
     /// The current view; 0 before the first.
@@ -244,14 +268,15 @@ impl Ring {
 
     /// A member refuses the view, or leaves it for another coordinator's.
     pub fn handle_join_refused(&mut self, peer: Node, view: View, current: View, reason: &str, now: Instant) {
-        if view != self.view || matches!(self.state, State::Superseded { .. }) {
+        if (view != self.view && current <= self.view) || self.is_superseded() {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
         let name = range.map_or_else(String::new, |range| range.to_string());
-        if current > view {
+        if current > self.view {
+            let ours = self.view;
             let why = format!(
-                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {view}: {reason}; \
+                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {ours}: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
             if let Some(range) = range {
@@ -261,7 +286,23 @@ impl Ring {
             self.state = State::Superseded { why };
             return;
         }
+        if current == view {
+            self.blame_hop(peer);
+        }
         self.wait(format!("stage {name} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+    }
+
+    /// A member of the view can't reach its successor: another stage goes first in the successor's place,
+    /// or, once that place has changed hands in vain, in its own.
+    fn blame_hop(&mut self, from: Node) {
+        let State::Joining { ring, .. } = &self.state else { return };
+        let to = ring.iter().skip_while(|peer| **peer != from).nth(1).copied();
+        for peer in to.into_iter().chain([from]) {
+            if let Some(member) = self.members.get_mut(&peer).filter(|member| !member.faulted) {
+                member.faulted = true;
+                return;
+            }
+        }
     }
 
     /// A stage finishes what is open and takes nothing new.
@@ -320,12 +361,14 @@ impl Ring {
                 drafts: member.offer.draft_block > 0,
                 faulted: member.faulted || member.suspect,
                 incumbent: self.incumbents.contains(&member.peer),
+                spare: member.offer.spare,
             })
             .collect()
     }
 
     fn replan(&mut self, now: Option<Instant>) {
         match (plan(self.layers, &self.candidates()), now) {
+            (Ok(ring), Some(now)) if self.waits_for_others(&ring, now) => {}
             (Ok(ring), Some(now)) => self.join(ring.iter().map(|member| member.peer).collect(), now),
             (Ok(_), None) => {}
             (Err(error), _) => {
@@ -335,6 +378,21 @@ impl Ring {
                 }
             }
         }
+    }
+
+    /// Before the first ring: stages that come together are not all there at once, and a spare must not
+    /// take a place for being the first.
+    fn waits_for_others(&mut self, ring: &[Candidate], now: Instant) -> bool {
+        let Some(spare) = ring.iter().find(|candidate| candidate.spare) else { return false };
+        let from = *self.spares_from.get_or_insert(now + SPARE_GRACE);
+        let waits = self.incumbents.is_empty() && now < from;
+        if waits {
+            self.wait(
+                format!("layers {} are held by a spare only: waiting for another stage", spare.range),
+                Some(from),
+            );
+        }
+        waits
     }
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
@@ -372,6 +430,7 @@ mod tests {
             addresses: vec![format!("/memory/{range}")],
             pid: 1,
             view: View(view),
+            spare: false,
         }
     }
 
@@ -451,6 +510,27 @@ mod tests {
     }
 
     #[test]
+    fn a_hop_that_can_not_be_made_is_gone_round() {
+        let now = clock::now();
+        let (head, tail, spares) = (Node::random(), Node::random(), [Node::random(), Node::random()]);
+        let mut ring = Ring::new(7);
+        ring.handle_offer(head, offer("0:3", 0), now);
+        ring.handle_offer(tail, offer("3:7", 0), now);
+        for (spare, range) in spares.into_iter().zip(["0:3", "3:7"]) {
+            ring.handle_offer(spare, Offer { spare: true, ..offer(range, 0) }, now);
+        }
+        let mut rings = Vec::new();
+        for view in [View(1), View(2), View(3)] {
+            ring.handle_join_refused(head, view, view, "successor: no answer", now);
+            ring.handle_timeout(ring.poll_timeout().unwrap());
+            let State::Joining { ring: members, .. } = &ring.state else { panic!("it does not join again") };
+            rings.push(members.clone());
+        }
+        let round_tail = vec![head, spares[1]];
+        assert_eq!(rings, [round_tail.clone(), round_tail, spares.to_vec()]);
+    }
+
+    #[test]
     fn a_coordinator_refused_for_an_older_view_stops_serving() {
         let now = clock::now();
         let a = Node::random();
@@ -467,6 +547,25 @@ mod tests {
         ring.handle_offer(a, offer("0:7", 8), now);
         assert_eq!(drain(&mut ring), [], "it takes no stage back");
         assert!(ring.missing().unwrap().contains("stops serving"));
+    }
+
+    #[test]
+    fn a_spare_takes_no_place_for_being_the_first() {
+        let now = clock::now();
+        let (spare, stage) = (Node::random(), Node::random());
+        let waiting = || Offer { spare: true, ..offer("0:7", 0) };
+        let mut ring = Ring::new(7);
+        ring.handle_offer(spare, waiting(), now);
+        assert_eq!(joins(&drain(&mut ring)), []);
+        ring.handle_offer(stage, offer("0:7", 0), now);
+        assert_eq!(joins(&drain(&mut ring)), [(stage, View(1), None, None)]);
+        ring.handle_joined(stage, View(1));
+        ring.handle_gone(stage, "reset", now);
+        assert_eq!(joins(&drain(&mut ring)), [(spare, View(2), None, None)], "a heal waits for nobody");
+        let mut ring = Ring::new(7);
+        ring.handle_offer(spare, waiting(), now);
+        ring.handle_timeout(ring.poll_timeout().unwrap());
+        assert_eq!(joins(&drain(&mut ring)), [(spare, View(1), None, None)], "nobody else came");
     }
 
     #[test]

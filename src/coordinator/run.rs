@@ -4,6 +4,7 @@
 //! state; the API reads what it publishes.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,10 +15,15 @@ use tokio::sync::{mpsc, watch};
 
 use crate::clock;
 use crate::config::{Admit, CoordinatorSettings};
+use crate::coordinator::attach::Kept;
+use crate::coordinator::durable::LogGate;
 use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
-use crate::coordinator::job::{HopStatus, JobError, MemberStatus, ModelFacts, RingStatus};
+use crate::coordinator::heals::Heals;
+use crate::coordinator::job::{HopStatus, MemberStatus, ModelFacts, RingStatus};
+use crate::coordinator::log::Log;
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
+use crate::coordinator::unstarted::Unstarted;
 use crate::ids::{Node, SessionId, View};
 use crate::node::hop::hop_report;
 use crate::proto::codec::{self, Data};
@@ -65,6 +71,27 @@ pub struct ModelShape {
 
 /// Starts the loop as a task; the ring is whole some time later.
 pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordinator, tokio::task::JoinHandle<()>) {
+    run(parts, settings, LogGate::closed())
+}
+
+/// Starts the loop with a log: what is unfinished there waits for the ring and goes on.
+///
+/// # Errors
+/// That of the system where the log's thread can't be started.
+pub fn start_logged(
+    parts: CoordinatorParts,
+    settings: CoordinatorSettings,
+    log: Log,
+) -> io::Result<(Coordinator, tokio::task::JoinHandle<()>)> {
+    Ok(run(parts, settings, LogGate::open(log)?))
+}
+
+fn run(
+    parts: CoordinatorParts,
+    settings: CoordinatorSettings,
+    log: LogGate,
+) -> (Coordinator, tokio::task::JoinHandle<()>) {
+    let now = clock::now();
     let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
     let shared = Arc::new(Shared {
         status: Mutex::new(RingStatus {
@@ -75,14 +102,19 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
             missing: Some("starting".to_owned()),
             last_round_ms: None,
             members: Vec::new(),
+            heals: Vec::new(),
+            uptime_ms: 0,
+            rejections: 0,
             sessions: 0,
             in_flight: 0,
             encoding: settings.encoding,
         }),
         last_round: Mutex::new(None),
+        begun: now,
+        rejections: AtomicU64::new(0),
         in_flight: AtomicU32::new(0),
         open: AtomicU32::new(0),
-        next_session: AtomicU64::new(1),
+        next_session: AtomicU64::new(log.first_session()),
         context: AtomicU32::new(0),
         session_limit: AtomicU32::new(0),
         draft_block: AtomicU32::new(0),
@@ -94,10 +126,10 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
         ready_for: settings.ready_for,
     };
     let (failed_dials, dials) = mpsc::channel(DIALS_MAX);
-    let now = clock::now();
     let mut shell = Shell {
         greeter: Greeter::new(Hello::ours(Role::Coordinator, parts.shape.digest)),
         ring: Ring::new(parts.shape.layers),
+        heals: Heals::new(now),
         heartbeats: Heartbeats::new(LivenessConfig {
             interval: settings.heartbeat,
             dead_after: settings.dead_after,
@@ -105,6 +137,9 @@ pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordin
         }),
         redials: settings.stages.iter().filter_map(|address| Redial::new(address.clone(), now)).collect(),
         sessions: BTreeMap::new(),
+        kept: BTreeMap::new(),
+        unstarted: BTreeMap::new(),
+        log,
         failed_dials,
         eos: parts.model.eos.iter().copied().collect(),
         vocab: parts.model.vocab,
@@ -124,9 +159,15 @@ pub(super) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(super) ring: Ring,
+    pub(super) heals: Heals,
     pub(super) heartbeats: Heartbeats,
     redials: Vec<Redial>,
     pub(super) sessions: BTreeMap<SessionId, Session>,
+    /// Sessions that ended and whose readers may not have read all.
+    pub(super) kept: BTreeMap<SessionId, Kept>,
+    /// Requests that wait for a whole ring.
+    pub(super) unstarted: BTreeMap<SessionId, Unstarted>,
+    pub(super) log: LogGate,
     failed_dials: mpsc::Sender<(PeerId, LinkError)>,
     pub(super) eos: std::collections::BTreeSet<crate::ids::TokenId>,
     /// Ids at or above it are no token.
@@ -147,6 +188,7 @@ impl Shell {
         mut dials: mpsc::Receiver<(PeerId, LinkError)>,
         mut stop: watch::Receiver<bool>,
     ) {
+        let mut synced = self.recover();
         loop {
             let timer = self.poll_timeout();
             tokio::select! {
@@ -155,16 +197,17 @@ impl Shell {
                     None => break,
                 },
                 Some(command) = inbox.recv() => self.handle_command(command),
+                Some(synced) = synced.recv() => self.handle_synced(synced),
                 Some((peer, error)) = dials.recv() => self.handle_dial_failed(peer, &error),
                 () = tokio::time::sleep_until(timer.into()) => self.handle_timeout(),
                 _ = stop.wait_for(|stop| *stop) => break,
             }
             self.drain_heartbeats();
             self.drain_ring();
+            self.settle_heals();
+            self.flush_log();
         }
-        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
-            self.fail(id, JobError::Shutdown);
-        }
+        self.stop_sessions(&mut synced).await;
         self.link.shutdown().await;
     }
 
@@ -174,6 +217,8 @@ impl Shell {
             self.ring.poll_timeout(),
             self.heartbeats.poll_timeout(),
             self.sessions_timeout(),
+            self.readers_timeout(),
+            self.unstarted_timeout(),
         ];
         let redials = self.redials.iter().filter_map(Redial::poll_timeout);
         let timers = machines.into_iter().flatten().chain(redials);
@@ -189,6 +234,8 @@ impl Shell {
         self.dial(now);
         self.heartbeats.handle_timeout(now);
         self.handle_sessions_timeout(now);
+        self.handle_readers_timeout(now);
+        self.handle_unstarted_timeout(Some(now));
         if self.report_at <= now {
             self.report_at = now + REPORT_EVERY;
             let peers: Vec<Node> = self.ring.members().map(|member| member.peer).collect();
@@ -231,8 +278,8 @@ impl Shell {
         while let Some((peer, output)) = self.heartbeats.poll_output() {
             match output {
                 LivenessOutput::SendHeartbeat { seq } => self.send(peer, &Control::Heartbeat { seq }),
-                LivenessOutput::Suspect { .. } => self.ring.handle_suspect(peer, true),
-                LivenessOutput::Alive => self.ring.handle_suspect(peer, false),
+                LivenessOutput::Suspect { .. } => self.handle_suspect(peer, true),
+                LivenessOutput::Alive => self.handle_suspect(peer, false),
                 LivenessOutput::Dead { silent_for } => {
                     let why = format!("no sign of life for {} ms", silent_for.as_millis());
                     self.link.disconnect(peer, &why);
@@ -240,6 +287,11 @@ impl Shell {
                 }
             }
         }
+    }
+
+    fn handle_suspect(&mut self, peer: Node, suspect: bool) {
+        self.ring.handle_suspect(peer, suspect);
+        self.publish();
     }
 
     fn handle_link(&mut self, event: LinkEvent) {
@@ -391,29 +443,33 @@ impl Shell {
     pub(super) fn drain_ring(&mut self) {
         while let Some(output) = self.ring.poll_output() {
             match output {
-                Output::Send { to, message } => self.send(to, &message),
+                Output::Send { to, message } => self.send_logged(to, message),
                 Output::Broken { peer, range, why } => {
                     tracing::warn!(%peer, %range, why, "the ring is broken");
+                    self.heals.detected((peer, range), self.ring.view(), &why, clock::now());
                     // Published first: whoever hears of the loss finds the ring not ready.
                     self.publish();
                     self.handle_broken(peer, range, &why);
                 }
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
+                    self.heals.whole(view, clock::now());
                     self.publish();
                     self.resume_sessions();
+                    self.start_waiting();
                     self.probe_at = clock::now() + self.settings.probe_every;
                     self.probe_ring(clock::now());
                 }
                 Output::Waiting { why } => {
                     tracing::info!(why, "waiting");
+                    self.leave_superseded();
                     self.publish();
                 }
             }
         }
     }
 
-    fn publish(&self) {
+    pub(super) fn publish(&self) {
         let whole = self.ring.whole();
         let context = whole.iter().map(|member| member.offer.max_context).min().unwrap_or(0);
         let sessions = whole.iter().map(|member| member.offer.max_sessions).min().unwrap_or(0);
@@ -429,6 +485,7 @@ impl Shell {
         status.members = whole.iter().map(|member| self.member_status(member, true)).collect();
         status.members.extend(outside.map(|member| self.member_status(member, false)));
         status.hops = self.hops(&whole);
+        status.heals = self.heals.list();
     }
 
     /// The hops of the ring in the order of a frame's way, each as its sender measured it.
@@ -454,6 +511,8 @@ impl Shell {
             pid: local.then_some(member.offer.pid),
             in_ring,
             alive: !member.suspect,
+            spare: member.offer.spare,
+            addresses: member.offer.addresses.clone(),
             rtt_us: rtt.map(|rtt| micros(rtt.mean)),
             service_us: report.map_or(0, |report| report.service_us),
             passes: report.map_or(0, |report| report.passes),

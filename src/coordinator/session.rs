@@ -8,8 +8,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use crate::coordinator::job::{Event, Finish, JobError, JobSide, JobStats, Request};
-use crate::ids::{LayerRange, Node, TokenId, WireEncoding};
+use serde::{Deserialize, Serialize};
+
+use crate::coordinator::job::{Client, Event, Finish, JobError, JobSide, JobStats, Request};
+use crate::ids::{LayerRange, Node, Position, TokenId, WireEncoding};
 use crate::proto::control::{Open, SessionReport, StageReport};
 use crate::proto::frame::Answer;
 use crate::proto::round::{Round, RoundStats};
@@ -34,12 +36,44 @@ pub(crate) enum Phase {
 }
 
 /// What a session's tokens depend on besides its request: fixed when it is first opened.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Arithmetic {
     /// Layers in front of which hidden states are encoded, ascending, whether a hop is there or not.
     pub(crate) boundaries: Vec<u16>,
     /// The encoding there.
     pub(crate) encoding: WireEncoding,
+}
+
+/// How much of a session is in the log and synced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Durable {
+    /// It is not logged: its tokens are told as they are committed.
+    Unlogged,
+    /// Nothing yet.
+    Nothing,
+    /// That it was opened, and so many tokens, which its reader was told.
+    Tokens(u32),
+}
+
+/// Who started a session, and who reads it.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    /// A probe round of the coordinator itself: nobody ever reads it.
+    pub(crate) probe: bool,
+    pub(crate) client: Client,
+    /// `None`: a probe, or its reader is gone and may come back.
+    pub(crate) reader: Option<JobSide>,
+    /// Number of the present reader, from 0.
+    pub(crate) number: u64,
+    /// When a session without reader is cancelled.
+    pub(crate) until: Option<Instant>,
+}
+
+impl Readers {
+    /// Those of a session that begins; without reader, a probe.
+    pub(crate) fn new(client: Client, reader: Option<JobSide>) -> Self {
+        Self { probe: reader.is_none(), client, reader, number: 0, until: None }
+    }
 }
 
 /// A session as it is opened on one ring.
@@ -65,9 +99,11 @@ pub(crate) struct Session {
     /// The stages it is open on, head first.
     pub(crate) ring: Vec<(Node, LayerRange)>,
     pub(crate) arithmetic: Arithmetic,
-    /// Probe rounds of the coordinator itself have no reader.
-    pub(crate) reader: Option<JobSide>,
-    /// Tokens that the reader was told.
+    pub(crate) readers: Readers,
+    pub(crate) durable: Durable,
+    /// It ended well, and its reader has to be told the last tokens first.
+    pub(crate) ending: bool,
+    /// Final tokens; the reader is told those that are durable.
     pub(crate) committed: Vec<TokenId>,
     /// Those of `committed` that the present round has in its prompt.
     replayed: usize,
@@ -81,6 +117,8 @@ pub(crate) struct Session {
     /// Of the rounds before the present one.
     past: RoundStats,
     heals: u32,
+    /// It is computed again, and has not answered since.
+    rebuilding: bool,
     begun: Instant,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -89,7 +127,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(request: Request, opening: Opening, reader: Option<JobSide>, now: Instant) -> Self {
+    pub(crate) fn new(request: Request, opening: Opening, readers: Readers, now: Instant) -> Self {
         let Opening { open, round, ring, arithmetic, replayed } = opening;
         Self {
             request,
@@ -98,7 +136,9 @@ impl Session {
             open,
             ring,
             arithmetic,
-            reader,
+            readers,
+            durable: Durable::Unlogged,
+            ending: false,
             committed: Vec::new(),
             replayed,
             scored: 0,
@@ -108,6 +148,7 @@ impl Session {
             wire_bytes_per_position: 0,
             past: RoundStats::default(),
             heals: 0,
+            rebuilding: false,
             begun: now,
             first: None,
             last: None,
@@ -127,10 +168,12 @@ impl Session {
         self.past.absorb(self.round.stats());
         (self.open, self.round, self.ring, self.replayed) = (open, round, ring, replayed);
         self.phase = Phase::Running;
+        self.bound_floor();
         self.reports.clear();
         self.probes.clear();
         self.frames_sent = 0;
         self.heals += 1;
+        self.rebuilding = true;
         tracing::debug!(after = ?self.last.map(|last| now.duration_since(last)), "round replaced");
     }
 
@@ -139,6 +182,7 @@ impl Session {
     /// # Errors
     /// [`JobError::Diverged`] where another one was committed there before.
     pub(crate) fn commit(&mut self, index: u32, token: TokenId, now: Instant) -> Result<(), JobError> {
+        self.rebuilding = false;
         let at = self.replayed + index as usize;
         if let Some(told) = self.committed.get(at) {
             if *told == token {
@@ -154,22 +198,61 @@ impl Session {
         self.last = Some(now);
         self.patience = None;
         self.committed.push(token);
-        let index = u32::try_from(at).unwrap_or(u32::MAX);
-        self.tell(Event::Token { index, token })
+        match self.durable {
+            Durable::Unlogged => self.tell(at),
+            Durable::Nothing | Durable::Tokens(_) => Ok(()),
+        }
+    }
+
+    /// The log has the session and its first `count` tokens: tells the reader those that are new to it.
+    ///
+    /// # Errors
+    /// [`JobError::SlowReader`].
+    pub(crate) fn synced(&mut self, count: u32) -> Result<(), JobError> {
+        let told = self.told();
+        self.durable = Durable::Tokens(count);
+        self.bound_floor();
+        (told..count as usize).try_for_each(|at| self.tell(at))
+    }
+
+    /// Tokens that the reader was told.
+    pub(crate) fn told(&self) -> usize {
+        match self.durable {
+            Durable::Unlogged => self.committed.len(),
+            Durable::Nothing => 0,
+            Durable::Tokens(count) => count as usize,
+        }
+    }
+
+    /// Frames settle no more than what a coordinator that is started again knows.
+    pub(crate) fn bound_floor(&mut self) {
+        let floor = match self.durable {
+            Durable::Unlogged => return,
+            Durable::Nothing => 0,
+            Durable::Tokens(count) => (self.request.prompt.len() + count as usize).saturating_sub(1),
+        };
+        self.round.handle_durable(Position(u32::try_from(floor).unwrap_or(u32::MAX)));
+    }
+
+    fn tell(&self, at: usize) -> Result<(), JobError> {
+        let (Some(reader), Some(token)) = (&self.readers.reader, self.committed.get(at)) else { return Ok(()) };
+        reader.send(Event::Token { index: u32::try_from(at).unwrap_or(u32::MAX), token: *token })
     }
 
     /// A prompt position is scored; what was told before is not told again.
     pub(crate) fn score(&mut self, pos: u32, answer: Answer) -> Result<(), JobError> {
+        self.rebuilding = false;
         if pos < self.scored || pos as usize >= self.request.prompt.len() {
             return Ok(());
         }
         self.scored = pos + 1;
         self.patience = None;
-        self.tell(Event::Scored { pos, answer })
+        self.readers.reader.as_ref().map_or(Ok(()), |reader| reader.send(Event::Scored { pos, answer }))
     }
 
-    fn tell(&self, event: Event) -> Result<(), JobError> {
-        self.reader.as_ref().map_or(Ok(()), |reader| reader.send(event))
+    /// Whether it is computed again and has not answered since.
+    pub(crate) fn rebuilding(&self) -> bool {
+        self.rebuilding
     }
 
     /// What was measured; definitions in `docs/protocol.md`.

@@ -57,6 +57,9 @@ pub struct Route {
     pub successor: Option<Node>,
 }
 
+/// Coordinators that lost this stage to another one and are remembered.
+const FORMER_MAX: usize = 8;
+
 /// What the shell is to do.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Output {
@@ -134,6 +137,10 @@ pub struct Membership {
     successor_at: Vec<String>,
     /// The neighbours in `route` that are not connected, one at most for each side.
     mends: Vec<Mend>,
+    /// Whose join was obeyed last, and in which view.
+    leader: Option<(Node, View)>,
+    /// Those whose place another coordinator took, the last ones, and their last views.
+    former: VecDeque<(Node, View)>,
     outputs: VecDeque<Output>,
 }
 
@@ -149,6 +156,8 @@ impl Membership {
             joining: None,
             successor_at: Vec::new(),
             mends: Vec::new(),
+            leader: None,
+            former: VecDeque::new(),
             outputs: VecDeque::new(),
         }
     }
@@ -229,7 +238,10 @@ impl Membership {
     pub fn handle_greeted(&mut self, peer: Node, role: Role, now: Instant) {
         self.greeted.insert(peer);
         match role {
-            Role::Coordinator if self.obey.allows(peer.peer) => self.outputs.push_back(Output::Offer { to: peer }),
+            Role::Coordinator if self.obey.allows(peer.peer) => {
+                let message = self.refusal_of_former(peer);
+                self.outputs.push_back(message.unwrap_or(Output::Offer { to: peer }));
+            }
             Role::Coordinator => {
                 let reason = format!(
                     "this stage does not obey {peer}: its volunteer must start it with --allow {peer} (or --coordinator, or --open)"
@@ -306,6 +318,13 @@ impl Membership {
             };
             self.outputs.push_back(Output::Send { to: left.coordinator, message });
         }
+        if let Some(left) = self.leader.replace((from, join.view)).filter(|(leader, _)| *leader != from) {
+            self.former.push_back(left);
+            if self.former.len() > FORMER_MAX {
+                self.former.pop_front();
+            }
+        }
+        self.former.retain(|(former, _)| *former != from);
         self.view = join.view;
         self.route = None;
         self.mends.clear();
@@ -326,6 +345,16 @@ impl Membership {
         } else {
             self.outputs.push_back(Output::Dial { peer: successor.peer, addresses: successor.addresses.clone() });
         }
+    }
+
+    /// What a coordinator is told that was frozen while another one took its place, and comes back: this
+    /// stage is not its own while the other one leads.
+    fn refusal_of_former(&self, peer: Node) -> Option<Output> {
+        let leader = self.coordinator().filter(|leader| *leader != peer)?;
+        let (_, view) = self.former.iter().find(|(former, _)| *former == peer)?;
+        let reason = format!("coordinator {leader} took over");
+        let message = Control::JoinRefused { view: *view, current: self.view, reason };
+        Some(Output::Send { to: peer, message })
     }
 
     /// Makes sure that the successor lives: its answer completes the join.

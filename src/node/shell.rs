@@ -459,6 +459,7 @@ impl Shell {
                 .collect(),
             pid: std::process::id(),
             view: self.membership.view(),
+            spare: self.settings.spare,
         }
     }
 

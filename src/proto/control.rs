@@ -55,6 +55,8 @@ pub struct Offer {
     pub pid: u32,
     /// Highest view it has obeyed.
     pub view: View,
+    /// It waits to replace another stage: a ring takes it only where no other stage holds its range.
+    pub spare: bool,
 }
 
 /// A neighbour in a view.

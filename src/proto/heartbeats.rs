@@ -3,7 +3,7 @@
 //! Owns a [`Liveness`] per node. The shell sends what it says, and hears what it says of the dead.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::ids::Node;
 use crate::proto::liveness::{Liveness, LivenessConfig, LivenessOutput, RoundTrip};
@@ -53,8 +53,13 @@ impl Heartbeats {
         self.with(peer, |liveness| liveness.handle_ack(seq, now));
     }
 
-    /// Time has come.
+    /// Time has come. Where it came much too late, this process stood still (frozen, or starved): what
+    /// its peers sent meanwhile is still to be read, and the time is none of their silence.
     pub fn handle_timeout(&mut self, now: Instant) {
+        let late = self.poll_timeout().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
+        if late >= self.config.interval * 2 {
+            self.peers.values_mut().for_each(|liveness| liveness.handle_pause(late));
+        }
         for (peer, liveness) in &mut self.peers {
             liveness.handle_timeout(now);
             self.outputs.extend(std::iter::from_fn(|| liveness.poll_output()).map(|output| (*peer, output)));
@@ -88,8 +93,6 @@ impl Heartbeats {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]
@@ -113,6 +116,29 @@ mod tests {
         }
         let after = config.dead_after;
         assert_eq!(dead, [(early, after, after), (late, after + Duration::from_secs(1), after)]);
+    }
+
+    #[test]
+    fn a_process_that_stood_still_blames_nobody_for_it() {
+        let t0 = crate::clock::now();
+        let config = LivenessConfig::default();
+        let mut beats = Heartbeats::new(config);
+        let peer = Node::random();
+        beats.add(peer, t0);
+        beats.handle_timeout(t0);
+        let thawed = t0 + config.dead_after * 10;
+        beats.handle_timeout(thawed);
+        let outputs: Vec<_> = std::iter::from_fn(|| beats.poll_output()).map(|(_, output)| output).collect();
+        assert!(outputs.iter().all(|output| matches!(output, LivenessOutput::SendHeartbeat { .. })), "{outputs:?}");
+        // From here on it is the peer's silence again.
+        let mut dead_at = None;
+        while let (None, Some(now)) = (dead_at, beats.poll_timeout()) {
+            beats.handle_timeout(now);
+            let dead = |(_, output)| matches!(output, LivenessOutput::Dead { .. });
+            dead_at = std::iter::from_fn(|| beats.poll_output()).any(dead).then_some(now);
+        }
+        let waited = dead_at.unwrap() - thawed;
+        assert!(waited <= config.dead_after && waited + config.interval >= config.dead_after, "{waited:?}");
     }
 
     #[test]

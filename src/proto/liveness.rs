@@ -120,6 +120,12 @@ impl Liveness {
         }
     }
 
+    /// Takes in that this side itself stood still for so long: a peer is not silent while nobody
+    /// listens.
+    pub fn handle_pause(&mut self, pause: Duration) {
+        self.heard += pause;
+    }
+
     /// Takes in that anything at all came from the peer.
     pub fn handle_heard(&mut self, now: Instant) {
         match self.standing {

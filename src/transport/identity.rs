@@ -84,7 +84,11 @@ pub fn load_or_create(path: &Path) -> Result<Keypair, IdentityError> {
     }
 }
 
-fn load(path: &Path) -> Result<Keypair, IdentityError> {
+/// Reads the identity in a file that is there.
+///
+/// # Errors
+/// [`IdentityError`], naming the file and what to do.
+pub fn load(path: &Path) -> Result<Keypair, IdentityError> {
     let read = |why| IdentityError::Read { path: path.to_owned(), why };
     let malformed = |why: String| IdentityError::Malformed { path: path.to_owned(), why };
     let file = File::open(path).map_err(read)?;

@@ -31,11 +31,18 @@ impl Event {
 
 /// Asks, and reads the head of the answer; `None` where nobody answers.
 fn ask(url: &str, method: &str, path: &str, body: &str) -> Option<Answer> {
+    ask_as(url, (method, path), &[], body)
+}
+
+/// The same with more headers.
+fn ask_as(url: &str, (method, path): (&str, &str), headers: &[(&str, &str)], body: &str) -> Option<Answer> {
     let host = url.strip_prefix("http://").unwrap();
     let mut stream = TcpStream::connect(host).ok()?;
     stream.set_read_timeout(Some(WAIT)).unwrap();
     // Of HTTP/1.0, the answer ends with the connection.
-    let request = format!("{method} {path} HTTP/1.0\r\nhost: {host}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    let more: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let length = body.len();
+    let request = format!("{method} {path} HTTP/1.0\r\nhost: {host}\r\n{more}content-length: {length}\r\n\r\n{body}");
     stream.write_all(request.as_bytes()).ok()?;
     let mut lines = BufReader::new(stream);
     let mut line = String::new();
@@ -50,7 +57,7 @@ fn ask(url: &str, method: &str, path: &str, body: &str) -> Option<Answer> {
 
 impl Answer {
     /// The body, which is JSON.
-    fn json(mut self) -> (u16, Value) {
+    pub(crate) fn json(mut self) -> (u16, Value) {
         let mut body = String::new();
         self.lines.read_to_string(&mut body).unwrap();
         (self.status, serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}")))
@@ -61,7 +68,8 @@ impl Answer {
         let mut event = Event { id: String::new(), data: String::new() };
         loop {
             let mut line = String::new();
-            if self.lines.read_line(&mut line).unwrap() == 0 {
+            // A connection may break, or end inside an event, with the server.
+            if self.lines.read_line(&mut line).unwrap_or(0) == 0 || !line.ends_with('\n') {
                 return None;
             }
             let line = line.trim_end_matches(['\r', '\n']);
@@ -91,6 +99,19 @@ pub(crate) fn get(url: &str, path: &str) -> (u16, Value) {
 #[track_caller]
 pub(crate) fn complete(url: &str, body: &Value) -> (u16, Value) {
     ask(url, "POST", "/v1/completions", &body.to_string()).expect("an answer").json()
+}
+
+/// A stream that is read on.
+pub(crate) fn resume(url: &str, request: &str, headers: &[(&str, &str)]) -> Option<Answer> {
+    ask_as(url, ("GET", &format!("/v1/streams/{request}")), headers, "")
+}
+
+/// A completion as a stream, with more headers.
+#[track_caller]
+pub(crate) fn stream_as(url: &str, body: &Value, headers: &[(&str, &str)]) -> Answer {
+    let answer = ask_as(url, ("POST", "/v1/completions"), headers, &body.to_string()).expect("an answer");
+    assert_eq!(answer.status, 200);
+    answer
 }
 
 /// A completion as a stream.

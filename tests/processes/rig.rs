@@ -342,10 +342,11 @@ impl Listening {
     #[track_caller]
     pub(crate) fn start(keys: &Keys, more: &[&str]) -> Self {
         let identity = keys.file("coordinator");
-        let common = ["--identity", &identity, "--http", "127.0.0.1:0", "--parent-pipe"];
+        let common = ["--identity", &identity, "--parent-pipe"];
+        let free: &[&str] = if more.contains(&"--http") { &[] } else { &["--http", "127.0.0.1:0"] };
         // Tests of what is lost want to hear of it.
         let at_once: &[&str] = if more.contains(&"--heal-wait") { &[] } else { &["--heal-wait", "0"] };
-        let mut process = Process::start(COORDINATOR, &[&common, at_once, more].concat());
+        let mut process = Process::start(COORDINATOR, &[&common, free, at_once, more].concat());
         let said = process.says("LISTENING ");
         let text = |pointer: &str| said.pointer(pointer).and_then(Value::as_str).unwrap().to_owned();
         Self { process, url: text("/http"), peer: text("/peer"), address: text("/addresses/0") }
@@ -415,12 +416,18 @@ impl Ring {
     /// A ring of static addresses that is ready.
     #[track_caller]
     pub(crate) fn start(cut: &[&str]) -> Self {
+        Self::start_with(cut, &[])
+    }
+
+    /// The same with more options of the coordinator.
+    #[track_caller]
+    pub(crate) fn start_with(cut: &[&str], more: &[&str]) -> Self {
         let keys = Keys::new();
         let coordinator = keys.peer("coordinator");
         let stages: Vec<Stage> =
             cut.iter().map(|range| Stage::start(&keys, range, &["--allow", &coordinator])).collect();
         let dial: Vec<&str> = stages.iter().flat_map(|stage| ["--stage", stage.address.as_str()]).collect();
-        let coordinator = Listening::start(&keys, &dial);
+        let coordinator = Listening::start(&keys, &[&dial, more].concat());
         coordinator.ready();
         Self { keys, stages, coordinator }
     }

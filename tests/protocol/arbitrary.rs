@@ -101,6 +101,7 @@ fn any_offer() -> impl Strategy<Value = Control> {
                 addresses,
                 pid,
                 view,
+                spare: pid % 2 == 1,
             })
         },
     )

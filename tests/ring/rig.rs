@@ -7,7 +7,8 @@ use libp2p::Multiaddr;
 use ringfence::config::{Admit, CoordinatorSettings, DEAD_AFTER, HEARTBEAT, MAX_SESSIONS, StageSettings};
 use ringfence::coordinator::handle::Coordinator;
 use ringfence::coordinator::job::{Event, Finish, Job, JobError, JobStats, Mode, ModelFacts, Request, Serve};
-use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
+use ringfence::coordinator::log::Log;
+use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start, start_logged};
 use ringfence::engine::Engine;
 use ringfence::engine::cpu::{CpuEngine, CpuSettings};
 use ringfence::ids::{LayerRange, Node, TokenId, WireEncoding};
@@ -17,6 +18,7 @@ use ringfence::node::serve::{ServeError, StageEvent, StageParts, serve};
 use ringfence::proto::control::Sampling;
 use ringfence::transport::memory::MemoryNetwork;
 use ringfence::transport::scope::Scope;
+use ringfence::transport::{Link, LinkEvents};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
@@ -40,6 +42,7 @@ pub(crate) struct Rig {
     pub(crate) coordinator: Coordinator,
     pub(crate) coordinator_peer: Node,
     pub(crate) coordinator_address: Multiaddr,
+    settings: CoordinatorSettings,
     stop: watch::Sender<bool>,
     task: JoinHandle<()>,
 }
@@ -79,6 +82,7 @@ pub(crate) fn start_stage(
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
         announce: Vec::new(),
         dial_scope: Scope::Public,
+        spare: false,
         heartbeat: HEARTBEAT,
         dead_after: DEAD_AFTER,
     };
@@ -112,6 +116,36 @@ pub(crate) fn quick() -> CoordinatorSettings {
     }
 }
 
+/// Starts a coordinator of the tiny model.
+fn coordinate(
+    (link, events): (Arc<dyn Link>, LinkEvents),
+    settings: CoordinatorSettings,
+    log: Option<Log>,
+) -> (Coordinator, watch::Sender<bool>, JoinHandle<()>) {
+    let checkpoint = tiny();
+    let config = checkpoint.config();
+    let model = ModelFacts {
+        name: "tiny".to_owned(),
+        vocab: u32::try_from(config.vocab).unwrap(),
+        eos: config.eos.iter().copied().map(TokenId).collect(),
+        context: config.max_positions,
+    };
+    let shape = ModelShape {
+        layers: config.layers,
+        hc: config.hc,
+        dim: config.dim,
+        probe_token: TokenId(config.bos),
+        digest: checkpoint.digest(),
+    };
+    let (stop, stopped) = watch::channel(false);
+    let parts = CoordinatorParts { link, events, model, shape, stop: stopped };
+    let (coordinator, task) = match log {
+        Some(log) => start_logged(parts, settings, log).unwrap(),
+        None => start(parts, settings),
+    };
+    (coordinator, stop, task)
+}
+
 impl Rig {
     pub(crate) async fn new(cut: &[LayerRange], settings: CoordinatorSettings) -> Self {
         Self::wrapped(cut, settings, &|engine| Box::new(engine)).await
@@ -127,6 +161,16 @@ impl Rig {
         settings: CoordinatorSettings,
         wrap: Wrap<'_>,
     ) -> Self {
+        Self::logged(network, cut, settings, (wrap, None)).await
+    }
+
+    /// The same with a log.
+    pub(crate) async fn logged(
+        network: MemoryNetwork,
+        cut: &[LayerRange],
+        settings: CoordinatorSettings,
+        (wrap, log): (Wrap<'_>, Option<Log>),
+    ) -> Self {
         let checkpoint = tiny();
         let (link, events) = network.link();
         let (coordinator_peer, coordinator_address) = (link.local(), link.addresses()[0].clone());
@@ -140,25 +184,27 @@ impl Rig {
             admit: Admit::Anyone,
             ..settings
         };
-        let config = checkpoint.config();
-        let model = ModelFacts {
-            name: "tiny".to_owned(),
-            vocab: u32::try_from(config.vocab).unwrap(),
-            eos: config.eos.iter().copied().map(TokenId).collect(),
-            context: config.max_positions,
-        };
-        let shape = ModelShape {
-            layers: config.layers,
-            hc: config.hc,
-            dim: config.dim,
-            probe_token: TokenId(config.bos),
-            digest,
-        };
-        let (stop, stopped) = watch::channel(false);
-        let (coordinator, task) = start(CoordinatorParts { link, events, model, shape, stop: stopped }, settings);
-        let rig = Self { network, stages, coordinator, coordinator_peer, coordinator_address, stop, task };
+        let (coordinator, stop, task) = coordinate((link, events), settings.clone(), log);
+        let rig = Self { network, stages, coordinator, coordinator_peer, coordinator_address, settings, stop, task };
         rig.ready().await;
         rig
+    }
+
+    /// Starts another coordinator with the same key and settings; gives what ends the one before.
+    pub(crate) fn take_over_beside(&mut self, log: Log) -> (watch::Sender<bool>, JoinHandle<()>) {
+        let (link, events) = self.network.link_as(self.coordinator_peer.peer);
+        (self.coordinator_peer, self.coordinator_address) = (link.local(), link.addresses()[0].clone());
+        let (coordinator, stop, task) = coordinate((link, events), self.settings.clone(), Some(log));
+        self.coordinator = coordinator;
+        (std::mem::replace(&mut self.stop, stop), std::mem::replace(&mut self.task, task))
+    }
+
+    /// Kills the coordinator where it stands, and starts another one.
+    pub(crate) async fn restart(&mut self, open: impl FnOnce() -> Log) {
+        self.network.kill(self.coordinator_peer);
+        self.task.abort();
+        let _ = (&mut self.task).await;
+        let _before = self.take_over_beside(open());
     }
 
     /// Waits until a token went round.

@@ -220,6 +220,8 @@ pub struct Round {
     /// Positions below it are judged: those of the prompt that were answered, then the position
     /// at which the last committed token is fed.
     settled: Position,
+    /// Frames settle nothing at or above it: what is not durable may be asked again.
+    durable: Position,
     /// Prompt positions sent.
     prompt_sent: u32,
     committed: u32,
@@ -250,6 +252,7 @@ impl Round {
             epoch: Epoch(0),
             start: Position(0),
             settled: Position(0),
+            durable: Position(u32::MAX),
             prompt_sent: 0,
             committed: 0,
             line: VecDeque::new(),
@@ -268,6 +271,12 @@ impl Round {
         if self.phase != Phase::Done {
             self.end(RoundOutput::Finished(Finish::Stopped));
         }
+    }
+
+    /// Takes in how far the session is durable: a coordinator that is started again re-opens it at `durable`
+    /// at the lowest. Frames settle no more than that; a caller without a log never says it.
+    pub fn handle_durable(&mut self, durable: Position) {
+        self.durable = durable;
     }
 
     /// Takes in that time has passed; fails the session if its oldest frame is overdue.
@@ -309,10 +318,16 @@ impl Round {
     }
 
     /// The position at which the last committed token is fed; before the first one, the prompt
-    /// positions that are answered. Never falls. Every frame carries it as its settled floor.
+    /// positions that are answered. Never falls.
     #[must_use]
     pub fn frontier(&self) -> Position {
         self.settled
+    }
+
+    /// The settled floor that every frame carries: the frontier, as far as it is durable.
+    #[must_use]
+    pub fn floor(&self) -> Position {
+        self.settled.min(self.durable)
     }
 
     /// Tokens committed.

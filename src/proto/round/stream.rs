@@ -57,14 +57,14 @@ impl Round {
             start: self.start,
             pos,
             len,
-            settled: self.settled,
+            settled: self.floor(),
             answer_from,
         };
         RoundOutput::Send { head, ids }
     }
 
     fn within_reach(&self, end: u32) -> bool {
-        end - self.settled.0 <= self.config.reach
+        end - self.floor().0 <= self.config.reach
     }
 
     /// Appends what a fresh block adds behind the drafts in flight. What waits to be sent gives way
