@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-/// Credit for so many bytes is returned at once.
-pub(super) const RETURN_BYTES: u64 = 64 << 10;
+/// Credit for so many bytes is returned at once. A sender that needs it sooner asks.
+pub(super) const RETURN_BYTES: u64 = 512 << 10;
 
-/// Credit for less is returned after this time, with whatever was taken in it.
-pub(super) const RETURN_DELAY: Duration = Duration::from_millis(2);
+/// Credit for less is returned after this time, with whatever was taken in it. A return costs both
+/// ends a packet and some wake-ups, as much CPU as half a frame.
+pub(super) const RETURN_DELAY: Duration = Duration::from_millis(20);
 
 /// More came in than credit allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

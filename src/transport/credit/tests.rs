@@ -359,14 +359,14 @@ fn a_lone_frame_is_returned_late_and_many_at_once() {
     assert_eq!(receipts.poll_return(due), Some(Return { taken: 1_000, held: due - t0, idle: receipts::RETURN_DELAY }));
     assert_eq!(receipts.poll_return(due), None);
     for _ in 0..2 {
-        receipts.handle_arrived(40_000).unwrap();
-        receipts.handle_taken(40_000, due, false, due);
+        receipts.handle_arrived(400_000).unwrap();
+        receipts.handle_taken(400_000, due, false, due);
     }
-    assert_eq!(receipts.poll_return(due), Some(Return { taken: 81_000, held: Duration::ZERO, idle: Duration::ZERO }));
+    assert_eq!(receipts.poll_return(due), Some(Return { taken: 801_000, held: Duration::ZERO, idle: Duration::ZERO }));
     // What its sender waits for goes back at once.
     receipts.handle_arrived(10).unwrap();
     receipts.handle_taken(10, due, true, due);
-    assert_eq!(receipts.poll_return(due), Some(Return { taken: 81_010, held: Duration::ZERO, idle: Duration::ZERO }));
+    assert_eq!(receipts.poll_return(due), Some(Return { taken: 801_010, held: Duration::ZERO, idle: Duration::ZERO }));
 }
 
 #[test]
