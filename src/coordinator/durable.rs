@@ -167,16 +167,15 @@ impl Shell {
 
     /// Sends a message, a join only when its view is logged.
     pub(super) fn send_logged(&mut self, to: Node, message: Control) {
-        match &message {
-            Control::Join(join) if self.log.is_open() && join.view > self.log.view => {
-                if join.view > self.log.view_queued {
-                    self.log.view_queued = join.view;
-                    self.log.queue.push(Entry::View(join.view));
-                }
-                self.log.joins.push((to, message));
-            }
-            _ => self.send(to, &message),
+        let view = if let Control::Join(join) = &message { join.view } else { View(0) };
+        if !self.log.is_open() || view <= self.log.view {
+            return self.send(to, &message);
         }
+        if view > self.log.view_queued {
+            self.log.view_queued = view;
+            self.log.queue.push(Entry::View(view));
+        }
+        self.log.joins.push((to, message));
     }
 
     /// A session begins: it is logged if somebody could read it on.

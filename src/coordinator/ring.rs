@@ -274,9 +274,8 @@ impl Ring {
         let range = self.members.get(&peer).map(|member| member.offer.range);
         let name = range.map_or_else(String::new, |range| range.to_string());
         if current > self.view {
-            let ours = self.view;
             let why = format!(
-                "stage {name} ({peer}) obeys view {current}, above this coordinator's view {ours}: {reason}; \
+                "stage {name} ({peer}) obeys a view above this coordinator's: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
             if let Some(range) = range {

@@ -239,7 +239,7 @@ impl Membership {
         self.greeted.insert(peer);
         match role {
             Role::Coordinator if self.obey.allows(peer.peer) => {
-                let message = self.refusal_of_former(peer);
+                let message = self.refusal_of_former(peer, None);
                 self.outputs.push_back(message.unwrap_or(Output::Offer { to: peer }));
             }
             Role::Coordinator => {
@@ -306,6 +306,9 @@ impl Membership {
         if !self.obey.allows(from.peer) {
             return self.refuse_join(from, join.view, format!("this stage does not obey {from}"));
         }
+        if let Some(refusal) = self.refusal_of_former(from, Some(join.view)) {
+            return self.outputs.push_back(refusal);
+        }
         if join.view <= self.view {
             let reason = format!("view {} is not above view {}, which this stage obeys", join.view, self.view);
             return self.refuse_join(from, join.view, reason);
@@ -349,11 +352,15 @@ impl Membership {
 
     /// What a coordinator is told that was frozen while another one took its place, and comes back: this
     /// stage is not its own while the other one leads.
-    fn refusal_of_former(&self, peer: Node) -> Option<Output> {
+    ///
+    /// Views are no guide here: its own rises with every try.
+    fn refusal_of_former(&self, peer: Node, asks: Option<View>) -> Option<Output> {
         let leader = self.coordinator().filter(|leader| *leader != peer)?;
-        let (_, view) = self.former.iter().find(|(former, _)| *former == peer)?;
+        let (_, last) = self.former.iter().find(|(former, _)| *former == peer)?;
+        let view = asks.unwrap_or(*last);
+        let current = self.view.max(View(view.0.saturating_add(1)));
         let reason = format!("coordinator {leader} took over");
-        let message = Control::JoinRefused { view: *view, current: self.view, reason };
+        let message = Control::JoinRefused { view, current, reason };
         Some(Output::Send { to: peer, message })
     }
 

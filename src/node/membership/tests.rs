@@ -199,3 +199,27 @@ fn a_coordinator_that_is_left_is_told_so() {
     };
     assert_eq!((to, view, current), (first, View(1), View(2)));
 }
+
+/// Two processes of one key: the second one took over while the first was frozen.
+#[test]
+fn a_coordinator_whose_place_was_taken_gets_no_offer_while_the_other_leads() {
+    let first = Node::random();
+    let second = Node { start: first.start.wrapping_add(1), ..first };
+    let mut membership = obeying(first);
+    membership.handle_join(first, &join(1, None), now());
+    membership.handle_gone(first, "silent", false, now());
+    membership.handle_greeted(second, Role::Coordinator, now());
+    membership.handle_join(second, &join(2, None), now());
+    drain(&mut membership);
+    let refused = |view, current| {
+        let reason = format!("coordinator {second} took over");
+        Output::Send { to: first, message: Control::JoinRefused { view: View(view), current: View(current), reason } }
+    };
+    membership.handle_greeted(first, Role::Coordinator, now());
+    assert_eq!(drain(&mut membership), [refused(1, 2)]);
+    membership.handle_join(first, &join(7, None), now());
+    assert_eq!(drain(&mut membership), [refused(7, 8)], "a higher view does not help");
+    membership.handle_gone(second, "silent", false, now());
+    membership.handle_greeted(first, Role::Coordinator, now());
+    assert_eq!(drain(&mut membership), [Output::Route(None), Output::Offer { to: first }]);
+}
