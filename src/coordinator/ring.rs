@@ -266,10 +266,10 @@ impl Ring {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
-        let name = range.map_or_else(String::new, |range| range.to_string());
+        let name = range.map_or_else(|| format!("stage {peer}"), |range| format!("stage {range} ({peer})"));
         if current > self.view {
             let why = format!(
-                "stage {name} ({peer}) obeys a view above this coordinator's: {reason}; \
+                "{name} obeys a view above this coordinator's: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
             if let Some(range) = range {
@@ -279,7 +279,7 @@ impl Ring {
             self.state = State::Superseded { why };
             return;
         }
-        self.wait(format!("stage {name} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+        self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }
 
     /// A stage finishes what is open and takes nothing new.

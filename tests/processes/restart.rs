@@ -47,7 +47,7 @@ fn read_on(url: &str, mut events: Vec<Event>) -> Vec<u64> {
 
 fn start(temperature: f64) -> (Ring, tempfile::TempDir, Vec<u64>) {
     let folder = tempfile::tempdir().unwrap();
-    let ring = Ring::start_with(&CUT, &["--log", folder.path().to_str().unwrap()]);
+    let ring = Ring::start_with(&CUT, &["--heal-wait", "30", "--log", folder.path().to_str().unwrap()]);
     let expected = ids(&http::stream(ring.url(), &request(temperature)).events(), 0);
     assert_eq!(expected.len(), NEW);
     (ring, folder, expected)
