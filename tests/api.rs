@@ -71,6 +71,53 @@ async fn a_completion_as_server_sent_events() {
     .assert_eq(&server.post(&body).await);
 }
 
+/// From every event on, the rest of the stream comes again byte for byte, stop strings and usage included.
+#[tokio::test]
+async fn a_stream_is_read_on_from_any_event() {
+    let mut body = json!({"prompt": "And", "seed": 7, "stream": true, "return_token_ids": true,
+                          "stream_options": {"include_usage": true}, "stop": ["Aaron"]});
+    for text in [" unto Moses and Aaron", " unto Moses, saying"] {
+        let server = Server::start(Script::saying(says(text, Finish::Length))).await;
+        let whole = server.post(&body).await;
+        let (head, events) = whole.split_once("\n\n").unwrap();
+        let events: Vec<&str> = events.split_inclusive("\n\n").collect();
+        let tokens = text_ids(text).len();
+        for said in 0..=tokens {
+            for read in 0..=events.len() {
+                let last = read.checked_sub(1).map(|last| format!("last-event-id: cmpl-1:{last}\r\n"));
+                if read > said && said < tokens {
+                    continue;
+                }
+                server.script.set_said(said);
+                let answer = server.get_as("/v1/streams/cmpl-1", &last.unwrap_or_default()).await;
+                assert_eq!(answer, format!("{head}\n\n{}", events[read..].concat()), "{read} of {said} in {text:?}");
+            }
+        }
+        body["stop"] = json!(null);
+    }
+}
+
+#[tokio::test]
+async fn what_can_not_be_read_on_is_refused() {
+    let server = Server::start(Script::saying(says(" unto Moses", Finish::Length))).await;
+    server.post(&json!({"prompt": "And", "stream": true})).await;
+    let table = [
+        ("/v1/streams/17", "", 404, "no_stream"),
+        ("/v1/streams/cmpl-01", "", 404, "no_stream"),
+        ("/v1/streams/cmpl-2", "", 404, "no_stream"),
+        ("/v1/streams/cmpl-1", "authorization: Bearer x\r\n", 404, "no_stream"),
+        ("/v1/streams/cmpl-1", "last-event-id: cmpl-2:0\r\n", 400, "invalid_value"),
+        ("/v1/streams/cmpl-1", "last-event-id: cmpl-1:-1\r\n", 400, "invalid_value"),
+        ("/v1/streams/cmpl-1", "last-event-id: cmpl-1:1\r\n", 400, "invalid_value"),
+    ];
+    server.script.set_said(1);
+    for (path, header, status, code) in table {
+        let answer = server.get_as(path, header).await;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{path} {header}: {answer}");
+        assert_eq!(json_body(&answer)["error"]["code"], code, "{path} {header}: {answer}");
+    }
+}
+
 #[tokio::test]
 async fn a_failure_after_the_start_is_an_error_and_never_a_stop() {
     let mut events = says(" unto Moses", Finish::Stop);
@@ -85,13 +132,10 @@ async fn a_failure_after_the_start_is_an_error_and_never_a_stop() {
         id: cmpl-1:0
         data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":" unto","logprobs":null,"finish_reason":null}]}
 
-        id: cmpl-1:1
         data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"error"}],"ringfence":{"seed":7}}
 
-        id: cmpl-1:2
         data: {"error":{"message":"stage 3:6 (12D3KooWMiddle) failed: no heartbeat for 1500 ms; the request can be sent again once the ring is whole","type":"server_error","param":null,"code":"stage_lost"}}
 
-        id: cmpl-1:3
         data: [DONE]
 
     "#]].assert_eq(&server.post(&json!({"prompt": "And", "seed": 7, "stream": true})).await);
@@ -248,7 +292,7 @@ async fn impossible_requests_never_reach_the_coordinator() {
         HTTP/1.1 404 Not Found
         content-type: application/json
 
-        {"error":{"message":"no route GET /v2; there are POST /v1/completions, GET /v1/models, GET /health, GET /ring (docs/api.md)","type":"invalid_request_error","param":null,"code":"no_route"}}"#]].assert_eq(&server.get("/v2").await);
+        {"error":{"message":"no route GET /v2; there are POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)","type":"invalid_request_error","param":null,"code":"no_route"}}"#]].assert_eq(&server.get("/v2").await);
     assert_eq!(server.script.requests(), []);
 }
 

@@ -10,8 +10,8 @@ use crate::api::error::ApiError;
 use crate::coordinator::job::{Attached, Client};
 use crate::ids::SessionId;
 
-/// Events behind an answer's tokens: the end, an error, the usage, the mark.
-const LAST_EVENTS: u64 = 4;
+/// Events behind an answer's tokens: the end, the usage, the mark.
+const LAST_EVENTS: u64 = 3;
 
 /// Characters of a header that an error repeats.
 const GOT_CHARS_MAX: usize = 60;

@@ -194,37 +194,40 @@ impl EventStream {
         }
     }
 
-    /// Ends the stream of a session that goes on elsewhere: without ids, so that the last token's stays the
-    /// one to read on from.
-    fn write_detached(&mut self, error: &ApiError) {
+    fn write_end(&mut self, end: End) {
         let label = self.session.label.clone();
-        let choice = Choice { finish_reason: Some("error"), ..Choice::default() };
-        let chunk = json(&label.completion(vec![choice]).with_stats(&label, None));
-        for data in [&chunk, &json(&error.body()), "[DONE]"] {
-            self.ready.push_back(Bytes::from(format!("data: {data}\n\n")));
+        match end.verdict {
+            Ok(reason) => {
+                let choice =
+                    Choice { text: &end.tail, finish_reason: Some(finish_reason(reason)), ..Choice::default() };
+                self.push(&json(&label.completion(vec![choice]).with_stats(&label, end.stats)));
+                if self.session.include_usage {
+                    self.push(&self.usage());
+                }
+                self.push("[DONE]");
+            }
+            Err(error) => self.write_error(&end.tail, &error),
         }
         self.ended = true;
     }
 
-    fn write_end(&mut self, end: End) {
-        if let Err(ApiError::Job(error)) = &end.verdict
-            && error.leaves_open()
-        {
-            return self.write_detached(&ApiError::Job(error.clone()));
-        }
+    /// Ends a stream that failed. Its session may go on elsewhere, so these events have no ids: the last
+    /// token's stays the one to read on from, and text held back is left to whoever does.
+    fn write_error(&mut self, tail: &str, error: &ApiError) {
         let label = self.session.label.clone();
-        let reason = end.verdict.as_ref().map_or("error", |&reason| finish_reason(reason));
-        let choice = Choice { text: &end.tail, finish_reason: Some(reason), ..Choice::default() };
-        self.push(&json(&label.completion(vec![choice]).with_stats(&label, end.stats)));
-        if let Err(error) = &end.verdict {
-            self.push(&json(&error.body()));
+        let open = matches!(error, ApiError::Job(error) if error.leaves_open());
+        let text = if open { "" } else { tail };
+        let choice = Choice { text, finish_reason: Some("error"), ..Choice::default() };
+        let chunk = json(&label.completion(vec![choice]).with_stats(&label, None));
+        let usage = self.session.include_usage.then(|| self.usage());
+        for data in [Some(chunk), Some(json(&error.body())), usage, Some("[DONE]".to_owned())].into_iter().flatten() {
+            self.ready.push_back(Bytes::from(format!("data: {data}\n\n")));
         }
-        if self.session.include_usage {
-            let tokens = self.session.transcript.ids.len();
-            self.push(&json(&label.completion(Vec::new()).with_usage(&label, tokens)));
-        }
-        self.push("[DONE]");
-        self.ended = true;
+    }
+
+    fn usage(&self) -> String {
+        let label = &self.session.label;
+        json(&label.completion(Vec::new()).with_usage(label, self.session.transcript.ids.len()))
     }
 
     fn push(&mut self, data: &str) {

@@ -272,10 +272,10 @@ impl Ring {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
-        let name = range.map_or_else(String::new, |range| range.to_string());
+        let name = range.map_or_else(|| format!("stage {peer}"), |range| format!("stage {range} ({peer})"));
         if current > self.view {
             let why = format!(
-                "stage {name} ({peer}) obeys a view above this coordinator's: {reason}; \
+                "{name} obeys a view above this coordinator's: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
             if let Some(range) = range {
@@ -288,7 +288,7 @@ impl Ring {
         if current == view {
             self.blame_hop(peer);
         }
-        self.wait(format!("stage {name} ({peer}) refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
+        self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }
 
     /// A member of the view can't reach its successor: another stage goes first in the successor's place,

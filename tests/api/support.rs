@@ -4,11 +4,12 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::text::Vocabulary;
 use ringfence::coordinator::job::{
-    Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus, ModelFacts, Request, RingStatus,
-    Serve, SubmitError,
+    Attached, Client as Asker, Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus,
+    ModelFacts, Request, RingStatus, Serve, SubmitError,
 };
 use ringfence::ids::{SessionId, TokenId, View, WireEncoding};
 use serde_json::Value;
@@ -53,7 +54,9 @@ pub(crate) struct Script {
     says: Option<Vec<Event>>,
     refusal: Mutex<Option<SubmitError>>,
     ready: Mutex<bool>,
-    requests: Mutex<Vec<Request>>,
+    requests: Mutex<Vec<(Request, Asker)>>,
+    /// Tokens that a session is taken to have said before it is read on.
+    said: Mutex<usize>,
     opened: mpsc::Sender<JobSide>,
     jobs: tokio::sync::Mutex<mpsc::Receiver<JobSide>>,
 }
@@ -62,7 +65,15 @@ impl Script {
     fn new(says: Option<Vec<Event>>) -> Arc<Self> {
         let (opened, jobs) = mpsc::channel(16);
         let (refusal, ready, requests) = (Mutex::default(), Mutex::new(true), Mutex::default());
-        Arc::new(Self { says, refusal, ready, requests, opened, jobs: tokio::sync::Mutex::new(jobs) })
+        Arc::new(Self {
+            says,
+            refusal,
+            ready,
+            requests,
+            said: Mutex::default(),
+            opened,
+            jobs: tokio::sync::Mutex::new(jobs),
+        })
     }
 
     /// Every session says `events` and hangs up.
@@ -82,7 +93,11 @@ impl Script {
     }
 
     pub(crate) fn requests(&self) -> Vec<Request> {
-        self.requests.lock().unwrap().clone()
+        self.requests.lock().unwrap().iter().map(|(request, _)| request.clone()).collect()
+    }
+
+    pub(crate) fn set_said(&self, tokens: usize) {
+        *self.said.lock().unwrap() = tokens;
     }
 
     pub(crate) fn refuse(&self, why: SubmitError) {
@@ -96,17 +111,38 @@ impl Script {
 
 impl Serve for Script {
     fn submit(&self, request: Request) -> Result<Job, SubmitError> {
+        self.submit_as(request, Asker::default())
+    }
+
+    fn submit_as(&self, request: Request, client: Asker) -> Result<Job, SubmitError> {
         if let Some(why) = self.refusal.lock().unwrap().clone() {
             return Err(why);
         }
         let mut requests = self.requests.lock().unwrap();
-        requests.push(request);
+        requests.push((request, client));
         let (job, side) = channel(SessionId(requests.len() as u64));
         match &self.says {
             Some(events) => events.iter().for_each(|event| side.send(event.clone()).unwrap()),
             None => self.opened.try_send(side).unwrap(),
         }
         Ok(job)
+    }
+
+    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+        let at = usize::try_from(session.0).unwrap().checked_sub(1);
+        let asked = at.and_then(|at| self.requests.lock().unwrap().get(at).cloned());
+        let found = asked.filter(|(_, client)| client.authorization == authorization);
+        let attached = found.map(|(request, Asker { form, .. })| {
+            let (job, side) = channel(session);
+            let events = self.says.clone().unwrap();
+            let said = *self.said.lock().unwrap();
+            let token = |event: &Event| if let Event::Token { token, .. } = event { Some(*token) } else { None };
+            let tokens: Vec<TokenId> = events.iter().take(said).filter_map(token).collect();
+            events.into_iter().skip(said).for_each(|event| side.send(event).unwrap());
+            let ended = self.says.as_ref().unwrap().len() == said + 1;
+            Attached { job, request, form, tokens, ended }
+        });
+        Box::pin(std::future::ready(attached))
     }
 
     fn status(&self) -> RingStatus {
@@ -216,6 +252,10 @@ impl Server {
         let mut client = self.connect().await;
         client.write(request).await;
         show(&client.read_to_end().await)
+    }
+
+    pub(crate) async fn get_as(&self, path: &str, headers: &str) -> String {
+        self.raw(&format!("GET {path} HTTP/1.1\r\nhost: x\r\n{headers}connection: close\r\n\r\n")).await
     }
 
     pub(crate) async fn get(&self, path: &str) -> String {

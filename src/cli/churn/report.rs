@@ -89,7 +89,7 @@ pub(crate) fn table(rows: &[Row]) -> String {
 }
 
 fn line([fault, place, moment, detect, rebuild, bytes, stall, equal]: [String; 8]) -> String {
-    format!("{fault:<7} {place:<7} {moment:<10} {detect:>9} {rebuild:>10} {bytes:>13} {stall:>8}  {equal}\n")
+    format!("{fault:<11} {place:<7} {moment:<10} {detect:>9} {rebuild:>10} {bytes:>13} {stall:>8}  {equal}\n")
 }
 
 /// The object of `--json`.
