@@ -32,7 +32,7 @@ async fn a_completion_in_one_piece() {
         HTTP/1.1 200 OK
         content-type: application/json
 
-        {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":" unto Moses","logprobs":null,"finish_reason":"length","token_ids":[563,371,1675]}],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8},"ringfence":{"seed":7,"prompt_tokens":5,"committed":3,"ttft_ms":1.5,"tokens_per_second":100.0,"acceptance_length":2.0,"accept_by_depth":[0.5],"frames_per_token":1.25,"frames_computed_per_token":[1.0],"max_in_flight":6,"wire_bytes_per_position":1096}}"#]]
+        {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":" unto Moses","logprobs":null,"finish_reason":"length","token_ids":[563,371,1675]}],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8},"ringfence":{"seed":7,"prompt_tokens":5,"committed":3,"ttft_ms":1.5,"tokens_per_second":100.0,"acceptance_length":2.0,"accept_by_depth":[0.5],"frames_per_token":1.25,"frames_computed_per_token":[1.0],"max_in_flight":6,"wire_bytes_per_position":1096,"heals":0}}"#]]
     .assert_eq(&answer);
     let request = server.script.requests().remove(0);
     assert_eq!(request.prompt, text_ids("And the LORD spake"));
@@ -59,7 +59,7 @@ async fn a_completion_as_server_sent_events() {
         data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":"oses","logprobs":null,"finish_reason":null}]}
 
         id: cmpl-1:3
-        data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}],"ringfence":{"seed":7,"prompt_tokens":5,"committed":3,"ttft_ms":1.5,"tokens_per_second":100.0,"acceptance_length":2.0,"accept_by_depth":[0.5],"frames_per_token":1.25,"frames_computed_per_token":[1.0],"max_in_flight":6,"wire_bytes_per_position":1096}}
+        data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}],"ringfence":{"seed":7,"prompt_tokens":5,"committed":3,"ttft_ms":1.5,"tokens_per_second":100.0,"acceptance_length":2.0,"accept_by_depth":[0.5],"frames_per_token":1.25,"frames_computed_per_token":[1.0],"max_in_flight":6,"wire_bytes_per_position":1096,"heals":0}}
 
         id: cmpl-1:4
         data: {"id":"cmpl-1","object":"text_completion","created":0,"model":"tiny","choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}
@@ -334,7 +334,7 @@ async fn health_is_green_only_while_tokens_go_round() {
         HTTP/1.1 200 OK
         content-type: application/json
 
-        {"coordinator":"12D3KooWCoordinator","view":2,"ready":false,"missing":"layers 3:7 are missing","last_round_ms":120,"members":[{"peer":"12D3KooWHead","range":"0:3","device":"cpu avx2 x1","pid":4711,"in_ring":true,"alive":true,"rtt_us":310,"service_us":850,"passes":12,"draft_block":0,"sessions":0}],"hops":[{"from":"12D3KooWCoordinator","to":"12D3KooWHead","rtt_us":310,"jitter_us":null,"in_flight":16700,"window":1048576,"rate":0,"queued":0}],"sessions":0,"in_flight":0,"encoding":"fp8"}"#]].assert_eq(&server.get("/ring").await);
+        {"coordinator":"12D3KooWCoordinator","view":2,"ready":false,"missing":"layers 3:7 are missing","last_round_ms":120,"members":[{"peer":"12D3KooWHead","range":"0:3","device":"cpu avx2 x1","pid":4711,"in_ring":true,"alive":true,"spare":false,"addresses":["/ip4/127.0.0.1/udp/4001/quic-v1"],"rtt_us":310,"service_us":850,"passes":12,"draft_block":0,"sessions":0}],"hops":[{"from":"12D3KooWCoordinator","to":"12D3KooWHead","rtt_us":310,"jitter_us":null,"in_flight":16700,"window":1048576,"rate":0,"queued":0}],"heals":[],"uptime_ms":5000,"rejections":0,"sessions":0,"in_flight":0,"encoding":"fp8"}"#]].assert_eq(&server.get("/ring").await);
     expect![[r#"
         HTTP/1.1 200 OK
         content-type: application/json
