@@ -26,6 +26,12 @@ async fn rig(settings: CoordinatorSettings, log: Log) -> Rig {
     Rig::logged(MemoryNetwork::new(), &cut, settings, (&|engine| Box::new(engine), Some(log))).await
 }
 
+/// A killed coordinator of a test still reads that its links are gone: its sessions must wait then, and
+/// not end, as those of a dead one do.
+fn patient() -> CoordinatorSettings {
+    CoordinatorSettings { heal_wait: PATIENCE, ..quick() }
+}
+
 /// Reads tokens behind the `from` first ones, until `count` came or the session ends.
 async fn read(job: &mut Job, from: usize, count: usize) -> (Vec<TokenId>, Option<Event>) {
     let mut tokens = Vec::new();
@@ -53,7 +59,7 @@ async fn attach(rig: &Rig, job: &Job) -> Attached {
 /// Kills the coordinator after `first` tokens, as often as `times`.
 async fn restarted(request: Request, first: usize, times: usize) {
     let folder = tempfile::tempdir().unwrap();
-    let mut rig = rig(CoordinatorSettings { prefill_chunk: 16, ..quick() }, open(folder.path())).await;
+    let mut rig = rig(CoordinatorSettings { prefill_chunk: 16, ..patient() }, open(folder.path())).await;
     let expected = rig.run(request.clone()).await.tokens;
     assert_eq!(expected.len(), NEW as usize);
     let mut job = rig.coordinator.submit(request.clone()).unwrap();
@@ -92,7 +98,7 @@ async fn a_coordinator_that_dies_during_prefill_costs_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broken_connection_is_read_on_and_the_second_reader_wins() {
     let folder = tempfile::tempdir().unwrap();
-    let rig = rig(quick(), open(folder.path())).await;
+    let rig = rig(patient(), open(folder.path())).await;
     let asked = request(&prompt(20), 400, Mode::Pipelined);
     let expected = rig.run(asked.clone()).await.tokens;
     let client = Client { authorization: Some([7; 32]), ..Client::default() };
@@ -124,7 +130,7 @@ async fn a_broken_connection_is_read_on_and_the_second_reader_wins() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_that_nobody_reads_on_is_cancelled() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = CoordinatorSettings { reattach: Duration::from_millis(300), ..quick() };
+    let settings = CoordinatorSettings { reattach: Duration::from_millis(300), ..patient() };
     let mut rig = rig(settings, open(folder.path())).await;
     let mut job = rig.coordinator.submit(request(&prompt(20), 900, Mode::Plain)).unwrap();
     let session = job.session;
@@ -142,7 +148,7 @@ async fn a_session_that_nobody_reads_on_is_cancelled() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_coordinator_that_comes_back_spoils_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = CoordinatorSettings { heal_wait: Duration::from_secs(30), ..quick() };
+    let settings = CoordinatorSettings { heal_wait: Duration::from_secs(30), ..patient() };
     let mut rig = rig(settings, open(folder.path())).await;
     let asked = request(&prompt(20), 400, Mode::Pipelined);
     let expected = rig.run(asked.clone()).await.tokens;
@@ -216,7 +222,7 @@ async fn a_full_disk_is_an_error_and_loses_nothing_that_was_told() {
     let full = Arc::new(AtomicBool::new(false));
     let filling = Arc::clone(&full);
     let log = open(folder.path()).wrapped(|disk| Box::new(Filling { disk, full: filling }));
-    let mut rig = rig(quick(), log).await;
+    let mut rig = rig(patient(), log).await;
     let asked = request(&prompt(20), 400, Mode::Pipelined);
     let mut job = rig.coordinator.submit(asked.clone()).unwrap();
     let (mut tokens, _) = read(&mut job, 0, 5).await;
@@ -242,7 +248,7 @@ async fn a_log_in_many_small_files_says_the_same() {
     let folder = tempfile::tempdir().unwrap();
     let settings = LogSettings { file_bytes: 200, keep_bytes: 0, ..LogSettings::new(folder.path().to_owned()) };
     let open = || Log::open(&settings, tiny().digest()).unwrap();
-    let mut rig = rig(quick(), open()).await;
+    let mut rig = rig(patient(), open()).await;
     let asked = request(&prompt(20), 200, Mode::Pipelined);
     let expected = rig.run(asked.clone()).await.tokens;
     let mut job = rig.coordinator.submit(asked).unwrap();

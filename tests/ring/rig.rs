@@ -171,6 +171,8 @@ impl Rig {
         settings: CoordinatorSettings,
         (wrap, log): (Wrap<'_>, Option<Log>),
     ) -> Self {
+        // Shown where a test fails.
+        let _ = tracing_subscriber::fmt().with_test_writer().with_max_level(tracing::Level::INFO).try_init();
         let checkpoint = tiny();
         let (link, events) = network.link();
         let (coordinator_peer, coordinator_address) = (link.local(), link.addresses()[0].clone());
