@@ -1,0 +1,156 @@
+//! The ring under every event that it knows.
+
+use super::*;
+use crate::clock;
+use crate::ids::WireEncoding;
+
+fn offer(range: &str, view: u64) -> Offer {
+    Offer {
+        range: range.parse().unwrap(),
+        device: "cpu".to_owned(),
+        draft_block: 0,
+        max_context: 64,
+        max_sessions: 1,
+        encodings: vec![WireEncoding::Fp8],
+        addresses: vec![format!("/memory/{range}")],
+        pid: 1,
+        view: View(view),
+        spare: false,
+    }
+}
+
+fn drain(ring: &mut Ring) -> Vec<Output> {
+    std::iter::from_fn(|| ring.poll_output()).collect()
+}
+
+fn joins(outputs: &[Output]) -> Vec<(Node, View, Option<Node>, Option<Node>)> {
+    outputs
+        .iter()
+        .filter_map(|output| match output {
+            Output::Send { to, message: Control::Join(join) } => Some((
+                *to,
+                join.view,
+                join.predecessor.as_ref().map(|neighbour| neighbour.peer),
+                join.successor.as_ref().map(|neighbour| neighbour.peer),
+            )),
+            Output::Send { .. } | Output::Broken { .. } | Output::Whole { .. } | Output::Waiting { .. } => None,
+        })
+        .collect()
+}
+
+#[test]
+fn a_ring_is_whole_when_every_member_has_joined() {
+    let now = clock::now();
+    let (a, b) = (Node::random(), Node::random());
+    let mut ring = Ring::new(7);
+    assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 0:7 are missing: start a stage for each".into() }]);
+    ring.handle_offer(a, offer("0:3", 4), now);
+    assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 3:7 are missing: start a stage for each".into() }]);
+    ring.handle_offer(b, offer("3:7", 0), now);
+    assert_eq!(joins(&drain(&mut ring)), [(a, View(5), None, Some(b)), (b, View(5), Some(a), None)]);
+    ring.handle_joined(a, View(5));
+    ring.handle_joined(b, View(4));
+    assert!(ring.whole().is_empty(), "a stale joined changes nothing");
+    ring.handle_joined(b, View(5));
+    assert_eq!(drain(&mut ring), [Output::Whole { view: View(5) }]);
+    assert_eq!(ring.whole().iter().map(|member| member.peer).collect::<Vec<_>>(), [a, b]);
+}
+
+#[test]
+fn a_lost_member_breaks_the_ring_and_its_return_makes_a_new_view() {
+    let now = clock::now();
+    let (a, b) = (Node::random(), Node::random());
+    let mut ring = Ring::new(7);
+    ring.handle_offer(a, offer("0:3", 0), now);
+    ring.handle_offer(b, offer("3:7", 0), now);
+    ring.handle_joined(a, View(1));
+    ring.handle_joined(b, View(1));
+    drain(&mut ring);
+    ring.handle_gone(b, "reset", now);
+    let outputs = drain(&mut ring);
+    assert_eq!(outputs[0], Output::Broken { peer: b, range: "3:7".parse().unwrap(), why: "reset".to_owned() });
+    assert!(ring.missing().unwrap().contains("3:7"));
+    ring.handle_offer(b, offer("3:7", 0), now);
+    assert_eq!(joins(&drain(&mut ring)).len(), 2);
+    assert_eq!(ring.view(), View(2));
+}
+
+#[test]
+fn a_join_that_fails_is_tried_again_in_a_new_view() {
+    let now = clock::now();
+    let a = Node::random();
+    let mut ring = Ring::new(7);
+    ring.handle_offer(a, offer("0:7", 0), now);
+    drain(&mut ring);
+    ring.handle_join_refused(a, View(1), View(1), "its successor can't be reached", now);
+    let at = ring.poll_timeout().unwrap();
+    ring.handle_timeout(at);
+    assert_eq!(joins(&drain(&mut ring)), [(a, View(2), None, None)]);
+}
+
+#[test]
+fn a_hop_that_can_not_be_made_is_gone_round() {
+    let now = clock::now();
+    let (head, tail, spares) = (Node::random(), Node::random(), [Node::random(), Node::random()]);
+    let mut ring = Ring::new(7);
+    ring.handle_offer(head, offer("0:3", 0), now);
+    ring.handle_offer(tail, offer("3:7", 0), now);
+    for (spare, range) in spares.into_iter().zip(["0:3", "3:7"]) {
+        ring.handle_offer(spare, Offer { spare: true, ..offer(range, 0) }, now);
+    }
+    let mut rings = Vec::new();
+    for view in [View(1), View(2), View(3)] {
+        ring.handle_join_refused(head, view, view, "successor: no answer", now);
+        ring.handle_timeout(ring.poll_timeout().unwrap());
+        let State::Joining { ring: members, .. } = &ring.state else { panic!("it does not join again") };
+        rings.push(members.clone());
+    }
+    let round_tail = vec![head, spares[1]];
+    assert_eq!(rings, [round_tail.clone(), round_tail, spares.to_vec()]);
+}
+
+#[test]
+fn a_coordinator_refused_for_an_older_view_stops_serving() {
+    let now = clock::now();
+    let a = Node::random();
+    let mut ring = Ring::new(7);
+    ring.handle_offer(a, offer("0:7", 0), now);
+    ring.handle_joined(a, View(1));
+    drain(&mut ring);
+    ring.handle_join_refused(a, View(1), View(8), "another coordinator took over", now);
+    assert!(matches!(&drain(&mut ring)[..], [Output::Broken { .. }, Output::Waiting { .. }, Output::Waiting { .. }]));
+    assert_eq!(ring.poll_timeout(), None);
+    ring.handle_offer(a, offer("0:7", 8), now);
+    assert_eq!(drain(&mut ring), [], "it takes no stage back");
+    assert!(ring.missing().unwrap().contains("stops serving"));
+}
+
+#[test]
+fn a_spare_takes_no_place_for_being_the_first() {
+    let now = clock::now();
+    let (spare, stage) = (Node::random(), Node::random());
+    let waiting = || Offer { spare: true, ..offer("0:7", 0) };
+    let mut ring = Ring::new(7);
+    ring.handle_offer(spare, waiting(), now);
+    assert_eq!(joins(&drain(&mut ring)), []);
+    ring.handle_offer(stage, offer("0:7", 0), now);
+    assert_eq!(joins(&drain(&mut ring)), [(stage, View(1), None, None)]);
+    ring.handle_joined(stage, View(1));
+    ring.handle_gone(stage, "reset", now);
+    assert_eq!(joins(&drain(&mut ring)), [(spare, View(2), None, None)], "a heal waits for nobody");
+    let mut ring = Ring::new(7);
+    ring.handle_offer(spare, waiting(), now);
+    ring.handle_timeout(ring.poll_timeout().unwrap());
+    assert_eq!(joins(&drain(&mut ring)), [(spare, View(1), None, None)], "nobody else came");
+}
+
+#[test]
+fn a_member_that_does_not_join_is_named() {
+    let now = clock::now();
+    let a = Node::random();
+    let mut ring = Ring::new(7);
+    ring.handle_offer(a, offer("0:7", 0), now);
+    let at = ring.poll_timeout().unwrap();
+    ring.handle_timeout(at);
+    assert!(ring.missing().unwrap().contains(&a.to_string()));
+}
