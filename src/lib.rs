@@ -10,7 +10,8 @@
 //! 5. the reply travels back over [`transport`];
 //! 6. [`api`] streams what the coordinator committed.
 //!
-//! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says. [`wan`]
+//! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says; it and the engine are
+//! a crate of their own, `crates/engine`. [`wan`]
 //! emulates the network between the stages.
 
 pub mod api;
@@ -19,10 +20,10 @@ pub mod clock;
 pub mod config;
 pub mod coordinator;
 pub mod draft;
-pub mod engine;
 pub mod ids;
-pub mod model;
 pub mod node;
 pub mod proto;
 pub mod transport;
 pub mod wan;
+
+pub use ringfence_engine::{engine, model};

@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::engine::sample::Sampling;
 use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, View, WireEncoding};
 use crate::proto::liveness::RoundTrip;
 
@@ -77,19 +78,6 @@ pub struct Join {
     pub predecessor: Option<Neighbour>,
     /// Whom it sends frames to; `None`: the coordinator gets replies (this stage is the tail).
     pub successor: Option<Neighbour>,
-}
-
-/// How the tail picks a token.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Sampling {
-    /// 0 is greedy.
-    pub temperature: f32,
-    /// Most likely tokens kept; 0 keeps all.
-    pub top_k: u32,
-    /// Probability mass kept; 1 keeps all.
-    pub top_p: f32,
-    /// Key of the random numbers; the counter is the position.
-    pub seed: u64,
 }
 
 /// Extra results a session asks for.

@@ -319,7 +319,8 @@ pub(crate) fn request(prompt: &[u32], max_new: u32, mode: Mode) -> Request {
 
 /// A prompt of real text, `n` tokens from the golden set's longest one.
 pub(crate) fn prompt(n: usize) -> Vec<u32> {
-    let bytes = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/p5-long.safetensors")).unwrap();
+    let bytes =
+        std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/crates/engine/tests/golden/p5-long.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let ids = tensors.tensor("prompt_ids").unwrap();
     ids.data().chunks_exact(4).take(n).map(|id| u32::from_le_bytes(id.try_into().unwrap())).collect()

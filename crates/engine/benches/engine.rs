@@ -1,13 +1,13 @@
 //! Speed of the CPU engine on the embedded model: decode, prefill, drafts, single layers.
 //!
-//! `cargo bench --bench engine`; elements are tokens.
+//! `cargo bench -p ringfence-engine --bench engine`; elements are tokens.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
-use ringfence::engine::cpu::{CpuEngine, CpuSettings};
-use ringfence::engine::{Chunk, Engine, Output, SessionShape};
-use ringfence::ids::{Position, SessionId, TokenId, WireEncoding};
-use ringfence::model::Checkpoint;
+use ringfence_engine::engine::cpu::{CpuEngine, CpuSettings};
+use ringfence_engine::engine::{Chunk, Engine, Output, SessionShape};
+use ringfence_engine::ids::{Position, SessionId, TokenId, WireEncoding};
+use ringfence_engine::model::Checkpoint;
 
 const SESSION: SessionId = SessionId(1);
 /// Where decoding is measured: past the window and the first slots that the indexer leaves out.

@@ -1,19 +1,19 @@
 //! Speed of the canonical kernels against a plain read of the same weight bytes.
 //!
-//! `cargo bench --bench kernels`; throughput is weight bytes for products, so `read` of about the
+//! `cargo bench -p ringfence-engine --bench kernels`; throughput is weight bytes for products, so `read` of about the
 //! same size is what memory allows.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
-use ringfence::engine::cpu::kernel::attend::{AttendScratch, Keys, Query, Slots, attend};
-use ringfence::engine::cpu::kernel::compress::RingRows;
-use ringfence::engine::cpu::kernel::linear::{Bf16Matrix, F32Matrix, Fp4Matrix, Fp8Matrix, Out, Rows};
-use ringfence::engine::cpu::kernel::quant::QuantRows;
-use ringfence::engine::cpu::kernel::{Isa, hyper, indexer, vector};
-use ringfence::engine::wire::Wire;
-use ringfence::ids::{Position, WireEncoding};
+use ringfence_engine::engine::cpu::kernel::attend::{AttendScratch, Keys, Query, Slots, attend};
+use ringfence_engine::engine::cpu::kernel::compress::RingRows;
+use ringfence_engine::engine::cpu::kernel::linear::{Bf16Matrix, F32Matrix, Fp4Matrix, Fp8Matrix, Out, Rows};
+use ringfence_engine::engine::cpu::kernel::quant::QuantRows;
+use ringfence_engine::engine::cpu::kernel::{Isa, hyper, indexer, vector};
+use ringfence_engine::engine::wire::Wire;
+use ringfence_engine::ids::{Position, WireEncoding};
 
 /// Reproducible bytes that are no NaN code of any format.
 fn bytes(n: usize) -> Vec<u8> {

@@ -1,7 +1,7 @@
 //! The engine against vectors that the official code computed on the same checkpoint, within the
-//! bounds of `tests/golden/README.md` (what a legal reordering of sums does).
+//! bounds of `crates/engine/tests/golden/README.md` (what a legal reordering of sums does).
 //!
-//! `cargo test --test golden -- --nocapture` prints what was measured.
+//! `cargo test -p ringfence-engine --test golden -- --nocapture` prints what was measured.
 
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 #![allow(clippy::print_stdout, reason = "the distances are worth reading")]

@@ -1,9 +1,9 @@
 //! Every layer fed the golden input: outputs, caches and states, picks, taps, head and drafter.
 
 use half::bf16;
-use ringfence::engine::cpu::CpuEngine;
-use ringfence::engine::cpu::inspect::{self, Pool, Trace};
-use ringfence::ids::{Position, TokenId};
+use ringfence_engine::engine::cpu::CpuEngine;
+use ringfence_engine::engine::cpu::inspect::{self, Pool, Trace};
+use ringfence_engine::ids::{Position, TokenId};
 
 use crate::read::{Distance, Golden, SESSION, engine, wide};
 

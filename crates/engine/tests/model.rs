@@ -8,15 +8,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use ringfence::ids::LayerRange;
-use ringfence::model::checkpoint::parse_index;
-use ringfence::model::layout::Kind;
-use ringfence::model::shard::ShardHeader;
-use ringfence::model::{Checkpoint, ModelConfig, ModelError};
+use ringfence_engine::ids::LayerRange;
+use ringfence_engine::model::checkpoint::parse_index;
+use ringfence_engine::model::layout::Kind;
+use ringfence_engine::model::shard::ShardHeader;
+use ringfence_engine::model::{Checkpoint, ModelConfig, ModelError};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/tiny-v4-flash");
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/tiny-v4-flash");
 
 fn range(text: &str) -> LayerRange {
     text.parse().unwrap()
@@ -391,7 +391,7 @@ proptest! {
         config.insert(key, json!(number));
         if let Ok(parsed) = ModelConfig::parse("config.json", &serde_json::to_vec(&config).unwrap()) {
             // Shapes of an accepted config can be computed without overflow.
-            let _ = ringfence::model::layout::tensors_of(&parsed, ringfence::model::names::Part::Tail);
+            let _ = ringfence_engine::model::layout::tensors_of(&parsed, ringfence_engine::model::names::Part::Tail);
         }
     }
 }

@@ -6,12 +6,12 @@
 use std::collections::BTreeMap;
 
 use half::bf16;
-use ringfence::engine::cpu::inspect;
-use ringfence::engine::cpu::{CpuEngine, CpuSettings};
-use ringfence::engine::wire::Wire;
-use ringfence::engine::{Chunk, Drafts, Engine, EngineError, OpenError, Output, SessionShape};
-use ringfence::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
-use ringfence::model::Checkpoint;
+use ringfence_engine::engine::cpu::inspect;
+use ringfence_engine::engine::cpu::{CpuEngine, CpuSettings};
+use ringfence_engine::engine::wire::Wire;
+use ringfence_engine::engine::{Chunk, Drafts, Engine, EngineError, OpenError, Output, SessionShape};
+use ringfence_engine::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
+use ringfence_engine::model::Checkpoint;
 
 const LAYERS: u16 = 7;
 const ONE: SessionId = SessionId(1);

@@ -1,10 +1,10 @@
 //! Reads golden files and measures distances.
 
 use half::bf16;
-use ringfence::engine::cpu::{CpuEngine, CpuSettings};
-use ringfence::engine::{Engine, SessionShape};
-use ringfence::ids::{SessionId, TokenId, WireEncoding};
-use ringfence::model::Checkpoint;
+use ringfence_engine::engine::cpu::{CpuEngine, CpuSettings};
+use ringfence_engine::engine::{Engine, SessionShape};
+use ringfence_engine::ids::{SessionId, TokenId, WireEncoding};
+use ringfence_engine::model::Checkpoint;
 use safetensors::SafeTensors;
 
 /// The session of every golden test.

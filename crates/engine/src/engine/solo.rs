@@ -6,8 +6,8 @@
 
 use super::sample::{Sampler, greedy};
 use super::{Chunk, Engine, EngineError, OpenError, Output, SessionShape};
+use crate::engine::sample::Sampling;
 use crate::ids::{Position, SessionId, TokenId, WireEncoding};
-use crate::proto::control::Sampling;
 
 /// The session that a solo run opens; no ring counts this far.
 const SESSION: SessionId = SessionId(u64::MAX);

@@ -1,7 +1,7 @@
 //! The whole model, teacher-forced along the golden text.
 
-use ringfence::engine::{Chunk, Engine, Output};
-use ringfence::ids::Position;
+use ringfence_engine::engine::{Chunk, Engine, Output};
+use ringfence_engine::ids::Position;
 
 use crate::read::{Golden, SESSION, engine};
 
@@ -42,8 +42,10 @@ impl Agreement {
 
 #[test]
 fn teacher_forced_text_agrees() {
-    let prompts: Vec<serde_json::Value> =
-        serde_json::from_slice(&std::fs::read("tests/golden/prompts.json").unwrap()).unwrap();
+    let prompts: Vec<serde_json::Value> = serde_json::from_slice(
+        &std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/prompts.json")).unwrap(),
+    )
+    .unwrap();
     let (mut prompt_rows, mut decode_rows) = (Agreement::default(), Agreement::default());
     let (mut drafted, mut drafts_equal) = (0, 0);
     for prompt in &prompts {

@@ -7,7 +7,20 @@
 use super::cpu::kernel::select::{argmax, top_k};
 use super::cpu::kernel::{Isa, math, vector};
 use crate::ids::{Position, TokenId};
-use crate::proto::control::Sampling;
+use serde::{Deserialize, Serialize};
+
+/// How the tail picks a token.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Most likely tokens kept; 0 keeps all.
+    pub top_k: u32,
+    /// Probability mass kept; 1 keeps all.
+    pub top_p: f32,
+    /// Key of the random numbers; the counter is the position.
+    pub seed: u64,
+}
 
 /// The coldest temperature that is not greedy.
 pub const TEMPERATURE_MIN: f32 = 1e-5;

@@ -14,7 +14,7 @@ pub const TINY: &str = "tiny";
 
 macro_rules! embed {
     ($($file:literal),* $(,)?) => {
-        &[$(($file, include_bytes!(concat!("../../models/tiny-v4-flash/", $file)) as &[u8])),*]
+        &[$(($file, include_bytes!(concat!("../../../../models/tiny-v4-flash/", $file)) as &[u8])),*]
     };
 }
 
