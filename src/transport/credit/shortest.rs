@@ -14,6 +14,9 @@ pub(super) const LIFE: Duration = Duration::from_secs(10);
 /// A round trip so many times the shortest is not of this hop's own making.
 const STALE: f64 = 1.5;
 
+/// A round trip measured anew that is so much of the one before shows a shorter hop.
+const SHORTER: f64 = 0.9;
+
 /// Rounds of such round trips after which the shortest one is measured anew.
 pub(super) const STALE_ROUNDS: u32 = 3;
 
@@ -87,6 +90,10 @@ impl Shortest {
         (sent, returned): (u64, u64),
         now: Instant,
     ) -> Belief {
+        if self.is_probing() {
+            self.probe(sample, under, (sent, returned), now);
+            return Belief::Holds;
+        }
         if sample <= self.value {
             *self = Self::new(sample, now);
             return Belief::Holds;
@@ -96,18 +103,27 @@ impl Shortest {
         if under == Under::Quiet {
             self.quiet = least(self.quiet);
         }
+        self.doubt(now)
+    }
+
+    /// Goes on with a probe.
+    fn probe(&mut self, sample: Duration, under: Under, (sent, returned): (u64, u64), now: Instant) {
         match &mut self.probe {
-            Probe::None => return self.doubt(now),
             Probe::Drain if under == Under::Probe => self.probe = Probe::Measure { until: sent, shortest: sample },
-            Probe::Drain => {}
             Probe::Measure { until, shortest } => {
                 *shortest = sample.min(*shortest);
                 if returned >= *until {
-                    *self = Self::new(*shortest, now);
+                    let measured = *shortest;
+                    let again = measured < self.value.mul_f64(SHORTER);
+                    *self = Self::new(measured, now);
+                    if again {
+                        // What was little on the old hop may have filled this one.
+                        self.probe = Probe::Drain;
+                    }
                 }
             }
+            Probe::None | Probe::Drain => {}
         }
-        Belief::Holds
     }
 
     /// Measures anew what is too old, or can't be.

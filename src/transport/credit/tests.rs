@@ -309,6 +309,18 @@ proptest! {
 }
 
 #[test]
+fn what_was_little_on_the_old_hop_does_not_measure_one_half_as_long() {
+    let mut hop = Hop::new(23_301_534.241_878_804, Duration::from_micros(35_001), 38_837, 1 << 20);
+    hop.run(60);
+    hop.delay = hop.delay.mul_f64(0.5);
+    hop.throughput(shortest::LIFE);
+    hop.run(60);
+    hop.assert_fits();
+    let (measured, real) = (hop.credit.shortest.unwrap().value(), hop.round_trip());
+    assert!(measured.abs_diff(real) < Duration::from_micros(10), "{measured:?} instead of {real:?}");
+}
+
+#[test]
 fn an_owner_that_takes_late_changes_no_round_trip() {
     let mut hop = Hop::new(10e6, Duration::from_millis(40), 16_704, 1 << 20);
     hop.hold = Duration::from_millis(15);
