@@ -2,8 +2,8 @@
 //!
 //! Two owners. The shell (`shell.rs`, started by [`serve`]) is async and never computes: it
 //! greets peers, obeys one coordinator, answers heartbeats and probes at once, and hands frames on. The worker
-//! ([`worker`]) is a thread that owns the engine and every session ([`session`], at the tail with
-//! [`tail`]): it fences, computes and forwards. They share only counters ([`counters`]).
+//! ([`worker`], driven by [`worker::thread`]) owns the engine and every session ([`session`], at the tail
+//! with [`tail`]): it fences, computes and forwards. They share only counters ([`counters`]).
 
 pub mod counters;
 mod dial;

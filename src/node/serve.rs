@@ -11,7 +11,7 @@ use crate::engine::Engine;
 use crate::ids::Node;
 use crate::node::counters::Counters;
 use crate::node::shell::{Shell, ShellParts};
-use crate::node::worker::{self, Started, WorkerParts};
+use crate::node::worker::thread::{self, Started, WorkerParts};
 use crate::transport::{Link, LinkEvents};
 
 /// Why a stage stopped serving.
@@ -97,8 +97,8 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
     let StageParts { engine, link, events, model_digest, stop, observer } = parts;
     let facts = engine.facts().clone();
     let counters = Arc::new(Counters::default());
-    worker::count_loaded(&counters, facts.weight_bytes);
-    let Started { inputs, ended, thread } = worker::start(WorkerParts {
+    thread::count_loaded(&counters, facts.weight_bytes);
+    let Started { inputs, ended, thread } = thread::start(WorkerParts {
         engine,
         link: Arc::clone(&link),
         runtime: tokio::runtime::Handle::current(),
