@@ -185,7 +185,9 @@ impl Credit {
         });
         let window = self.window();
         self.since_asked += cost;
-        let ask = in_flight > window / 2 && self.since_asked >= window / 8;
+        // Before half is used, in whole frames; and of every frame that measures, since one that
+        // came back with others says how long the first of them took.
+        let ask = probing || in_flight + self.largest() > window / 2 && self.since_asked >= window / 8;
         if ask {
             self.since_asked = 0;
         }
@@ -279,9 +281,14 @@ impl Credit {
         (self.bandwidth_delay(self.last_rate) / 2.0) as u64
     }
 
+    /// The largest of the recent frames.
+    fn largest(&self) -> u64 {
+        self.largest[0].max(self.largest[1])
+    }
+
     /// The window, where a frame of this cost waits.
     fn window_for(&self, cost: u64) -> u64 {
-        let largest = self.largest[0].max(self.largest[1]).max(cost);
+        let largest = self.largest().max(cost);
         let probing = self.is_probing();
         let target = if !self.measured {
             self.config.initial

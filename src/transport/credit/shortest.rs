@@ -57,8 +57,12 @@ pub(super) struct Shortest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Probe {
     None,
-    /// The queue empties.
-    Drain,
+    /// The queue empties: of what is sent after the first `after` bytes, no frame finds one.
+    /// `shortest` is what this probe found before.
+    Drain {
+        after: u64,
+        shortest: Duration,
+    },
     /// Frames sent into the empty hop come back, the last of them when so much is returned.
     Measure {
         until: u64,
@@ -108,21 +112,24 @@ impl Shortest {
 
     /// Goes on with a probe.
     fn probe(&mut self, sample: Duration, under: Under, (sent, returned): (u64, u64), now: Instant) {
-        match &mut self.probe {
-            Probe::Drain if under == Under::Probe => self.probe = Probe::Measure { until: sent, shortest: sample },
+        match self.probe {
+            Probe::Drain { after, shortest } if under == Under::Probe && returned > after => {
+                self.probe = Probe::Measure { until: sent, shortest: sample.min(shortest) };
+            }
             Probe::Measure { until, shortest } => {
-                *shortest = sample.min(*shortest);
-                if returned >= *until {
-                    let measured = *shortest;
-                    let again = measured < self.value.mul_f64(SHORTER);
-                    *self = Self::new(measured, now);
-                    if again {
-                        // What was little on the old hop may have filled this one.
-                        self.probe = Probe::Drain;
-                    }
+                let shortest = sample.min(shortest);
+                if returned < until {
+                    self.probe = Probe::Measure { until, shortest };
+                    return;
+                }
+                let again = shortest < self.value.mul_f64(SHORTER);
+                *self = Self::new(shortest, now);
+                if again {
+                    // What was little on the old hop may have filled this one.
+                    self.probe = Probe::Drain { after: sent, shortest };
                 }
             }
-            Probe::None | Probe::Drain => {}
+            Probe::None | Probe::Drain { .. } => {}
         }
     }
 
@@ -132,7 +139,7 @@ impl Shortest {
         if stale || now.saturating_duration_since(self.since) > LIFE {
             match self.quiet {
                 Some(quiet) => *self = Self::new(quiet, now),
-                None => self.probe = Probe::Drain,
+                None => self.probe = Probe::Drain { after: 0, shortest: Duration::MAX },
             }
         }
         if stale { Belief::Shaken } else { Belief::Holds }
