@@ -19,7 +19,8 @@ use crate::proto::round::{Deadlines, Finish as RoundFinish, Round, RoundConfig, 
 use crate::transport::Lane;
 
 impl Shell {
-    pub(super) fn handle_command(&mut self, command: Command) {
+    /// A reader wants something.
+    pub(crate) fn handle_command(&mut self, command: Command) {
         match command {
             Command::Submit { session, request, client, reader } => {
                 self.start(session, request, Readers::new(client, Some(reader)));

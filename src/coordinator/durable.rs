@@ -3,7 +3,6 @@
 //! One batch is on its way at a time; what comes up meanwhile goes with the next one, so that one sync
 //! serves all tokens of a turn. A view's joins, and a session's tokens, go out when their batch is synced.
 
-use std::io;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -15,7 +14,7 @@ use crate::coordinator::job::{Event, JobError};
 use crate::coordinator::log::Log;
 use crate::coordinator::log::book::{Logged, carried};
 use crate::coordinator::log::record::{self, Ended, Entry, Opened};
-use crate::coordinator::log::writer::{Batch, Synced, Writer};
+use crate::coordinator::log::writer::{Batch, Batches, Scribe, Synced, Writer};
 use crate::coordinator::run::Shell;
 use crate::coordinator::session::{Durable, Phase, Readers, Session};
 use crate::ids::{Node, SessionId, View};
@@ -43,11 +42,8 @@ struct Manifest {
 
 /// What the loop has to do with a log, if there is one.
 #[derive(Debug)]
-pub(super) struct LogGate {
+pub(crate) struct LogGate {
     writer: Option<Writer>,
-    synced: Option<mpsc::Receiver<Synced>>,
-    /// Keeps a gate without log silent instead of closed.
-    _idle: Option<mpsc::Sender<Synced>>,
     recovered: Vec<Logged>,
     /// The highest view logged by others, and that of the own files.
     above: View,
@@ -68,12 +64,9 @@ pub(super) struct LogGate {
 
 impl LogGate {
     /// No log: nothing waits.
-    pub(super) fn closed() -> Self {
-        let (idle, synced) = mpsc::channel(1);
+    pub(crate) fn closed() -> Self {
         Self {
             writer: None,
-            synced: Some(synced),
-            _idle: Some(idle),
             recovered: Vec::new(),
             above: View(0),
             own: View(0),
@@ -88,21 +81,20 @@ impl LogGate {
         }
     }
 
-    /// Starts the log's thread.
-    pub(super) fn open(log: Log) -> io::Result<Self> {
+    /// A gate in front of a log, and for its driver what writes and what is to be written.
+    pub(crate) fn open(log: Log) -> (Self, Scribe, Batches) {
         let Log { view, own, sessions, settings, scribe } = log;
-        let (writer, synced) = Writer::start(scribe)?;
-        Ok(Self {
+        let (writer, batches) = Writer::new();
+        let gate = Self {
             writer: Some(writer),
-            synced: Some(synced),
-            _idle: None,
             recovered: sessions.into_values().collect(),
             above: view,
             own,
             file_bytes: settings.file_bytes,
             file_bytes_max: settings.file_bytes,
             ..Self::closed()
-        })
+        };
+        (gate, scribe, batches)
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -121,8 +113,8 @@ impl LogGate {
 }
 
 impl Shell {
-    /// Takes up what the log has, and gives what its thread says.
-    pub(super) fn recover(&mut self) -> mpsc::Receiver<Synced> {
+    /// Takes up what the log has; the first thing that is asked of a coordinator.
+    pub(crate) fn recover(&mut self) {
         self.ring.start_above(self.log.above);
         let now = clock::now();
         for logged in std::mem::take(&mut self.log.recovered) {
@@ -135,8 +127,6 @@ impl Shell {
                 None => self.recreate(logged),
             }
         }
-        let (_, none) = mpsc::channel(1);
-        self.log.synced.take().unwrap_or(none)
     }
 
     /// A session that was not at its end waits for the ring, and for its reader.
@@ -259,7 +249,7 @@ impl Shell {
     }
 
     /// The log's thread has answered.
-    pub(super) fn handle_synced(&mut self, synced: Synced) {
+    pub(crate) fn handle_synced(&mut self, synced: Synced) {
         let Some(manifest) = self.log.busy.take() else { return };
         match synced {
             Synced::Durable => self.release(manifest),

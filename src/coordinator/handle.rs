@@ -89,6 +89,19 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Starts a session; what its caller says is for whoever asked to pass on.
+    pub(crate) fn order(&self, request: Request, client: Client) -> Result<(Job, oneshot::Receiver<()>), SubmitError> {
+        self.check(&request)?;
+        self.admit()?;
+        let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
+        let (job, reader, caller) = Job::channel(session);
+        if self.commands.try_send(Command::Submit { session, request, client, reader }).is_err() {
+            let open = self.shared.open.fetch_sub(1, Ordering::AcqRel);
+            return Err(SubmitError::Busy { open, limit: self.shared.session_limit.load(Ordering::Relaxed) });
+        }
+        Ok((job, caller))
+    }
+
     /// Passes on what the `number`-th reader of a session says, or that it is gone.
     fn watch(&self, session: SessionId, number: u64, caller: oneshot::Receiver<()>) {
         let commands = self.commands.clone();
@@ -118,15 +131,8 @@ impl Serve for Coordinator {
     }
 
     fn submit_as(&self, request: Request, client: Client) -> Result<Job, SubmitError> {
-        self.check(&request)?;
-        self.admit()?;
-        let session = SessionId(self.shared.next_session.fetch_add(1, Ordering::Relaxed));
-        let (job, reader, caller) = Job::channel(session);
-        if self.commands.try_send(Command::Submit { session, request, client, reader }).is_err() {
-            let open = self.shared.open.fetch_sub(1, Ordering::AcqRel);
-            return Err(SubmitError::Busy { open, limit: self.shared.session_limit.load(Ordering::Relaxed) });
-        }
-        self.watch(session, 0, caller);
+        let (job, caller) = self.order(request, client)?;
+        self.watch(job.session, 0, caller);
         Ok(job)
     }
 

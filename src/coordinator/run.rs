@@ -1,16 +1,17 @@
 //! The coordinator's loop: greets stages, keeps the ring whole, drives every session.
 //!
 //! One `select!` over the link, requests and timers; then the machines are drained. It owns all
-//! state; the API reads what it publishes.
+//! state; the API reads what it publishes. What the `select!` calls is synchronous: the simulator calls
+//! the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use libp2p::PeerId;
+use libp2p::{Multiaddr, PeerId};
 use tokio::sync::{mpsc, watch};
 
 use crate::clock;
@@ -21,6 +22,7 @@ use crate::coordinator::handle::{COMMANDS_MAX, Command, Coordinator, Shared};
 use crate::coordinator::heals::Heals;
 use crate::coordinator::job::{HopStatus, MemberStatus, ModelFacts, RingStatus};
 use crate::coordinator::log::Log;
+use crate::coordinator::log::writer::{self, Synced};
 use crate::coordinator::ring::{Member, Output, Ring};
 use crate::coordinator::session::Session;
 use crate::coordinator::unstarted::Unstarted;
@@ -71,7 +73,7 @@ pub struct ModelShape {
 
 /// Starts the loop as a task; the ring is whole some time later.
 pub fn start(parts: CoordinatorParts, settings: CoordinatorSettings) -> (Coordinator, tokio::task::JoinHandle<()>) {
-    run(parts, settings, LogGate::closed())
+    run(parts, settings, LogGate::closed(), mpsc::channel(1).1)
 }
 
 /// Starts the loop with a log: what is unfinished there waits for the ring and goes on.
@@ -83,79 +85,32 @@ pub fn start_logged(
     settings: CoordinatorSettings,
     log: Log,
 ) -> io::Result<(Coordinator, tokio::task::JoinHandle<()>)> {
-    Ok(run(parts, settings, LogGate::open(log)?))
+    let (gate, scribe, batches) = LogGate::open(log);
+    let synced = writer::start(scribe, batches)?;
+    Ok(run(parts, settings, gate, synced))
 }
 
 fn run(
     parts: CoordinatorParts,
     settings: CoordinatorSettings,
     log: LogGate,
+    synced: mpsc::Receiver<Synced>,
 ) -> (Coordinator, tokio::task::JoinHandle<()>) {
-    let now = clock::now();
-    let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
-    let shared = Arc::new(Shared {
-        status: Mutex::new(RingStatus {
-            coordinator: parts.link.local().to_string(),
-            view: View(0),
-            ready: false,
-            hops: Vec::new(),
-            missing: Some("starting".to_owned()),
-            last_round_ms: None,
-            members: Vec::new(),
-            heals: Vec::new(),
-            uptime_ms: 0,
-            rejections: 0,
-            sessions: 0,
-            in_flight: 0,
-            encoding: settings.encoding,
-        }),
-        last_round: Mutex::new(None),
-        begun: now,
-        rejections: AtomicU64::new(0),
-        in_flight: AtomicU32::new(0),
-        open: AtomicU32::new(0),
-        next_session: AtomicU64::new(log.first_session()),
-        context: AtomicU32::new(0),
-        session_limit: AtomicU32::new(0),
-        draft_block: AtomicU32::new(0),
-    });
-    let handle = Coordinator {
-        shared: Arc::clone(&shared),
-        commands,
-        model: Arc::new(parts.model.clone()),
-        ready_for: settings.ready_for,
-    };
-    let (failed_dials, dials) = mpsc::channel(DIALS_MAX);
-    let mut shell = Shell {
-        greeter: Greeter::new(Hello::ours(Role::Coordinator, parts.shape.digest)),
-        ring: Ring::new(parts.shape.layers),
-        heals: Heals::new(now),
-        heartbeats: Heartbeats::new(LivenessConfig {
-            interval: settings.heartbeat,
-            dead_after: settings.dead_after,
-            ..LivenessConfig::default()
-        }),
-        redials: settings.stages.iter().filter_map(|address| Redial::new(address.clone(), now)).collect(),
-        sessions: BTreeMap::new(),
-        kept: BTreeMap::new(),
-        unstarted: BTreeMap::new(),
-        log,
-        failed_dials,
-        eos: parts.model.eos.iter().copied().collect(),
-        vocab: parts.model.vocab,
-        shape: parts.shape,
-        link: parts.link,
-        report_at: now,
-        probe_at: now,
-        nonce: 0,
-        shared,
-        settings,
-    };
-    let task = tokio::spawn(async move { shell.run(parts.events, inbox, dials, parts.stop).await });
+    let CoordinatorParts { link, events, model, shape, stop } = parts;
+    let (handle, inbox, mut shell) = Shell::new((link, model, shape), settings, log);
+    let task = tokio::spawn(async move { shell.run(events, inbox, synced, stop).await });
     (handle, task)
 }
 
-pub(super) struct Shell {
+/// A dial that the loop wants.
+#[derive(Debug)]
+pub(crate) struct Dial {
+    /// Who is to be at the address.
+    pub(crate) peer: PeerId,
+    pub(crate) address: Multiaddr,
+}
+
+pub(crate) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(super) ring: Ring,
@@ -168,7 +123,8 @@ pub(super) struct Shell {
     /// Requests that wait for a whole ring.
     pub(super) unstarted: BTreeMap<SessionId, Unstarted>,
     pub(super) log: LogGate,
-    failed_dials: mpsc::Sender<(PeerId, LinkError)>,
+    /// Dials that are to begin.
+    dials: VecDeque<Dial>,
     pub(super) eos: std::collections::BTreeSet<crate::ids::TokenId>,
     /// Ids at or above it are no token.
     pub(super) vocab: u32,
@@ -181,14 +137,84 @@ pub(super) struct Shell {
 }
 
 impl Shell {
+    /// A coordinator before its first event: what the API sees of it, the commands from there, the loop's
+    /// state.
+    pub(crate) fn new(
+        (link, model, shape): (Arc<dyn Link>, ModelFacts, ModelShape),
+        settings: CoordinatorSettings,
+        log: LogGate,
+    ) -> (Coordinator, mpsc::Receiver<Command>, Self) {
+        let now = clock::now();
+        let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
+        let shared = Arc::new(Shared {
+            status: Mutex::new(RingStatus {
+                coordinator: link.local().to_string(),
+                view: View(0),
+                ready: false,
+                hops: Vec::new(),
+                missing: Some("starting".to_owned()),
+                last_round_ms: None,
+                members: Vec::new(),
+                heals: Vec::new(),
+                uptime_ms: 0,
+                rejections: 0,
+                sessions: 0,
+                in_flight: 0,
+                encoding: settings.encoding,
+            }),
+            last_round: Mutex::new(None),
+            begun: now,
+            rejections: AtomicU64::new(0),
+            in_flight: AtomicU32::new(0),
+            open: AtomicU32::new(0),
+            next_session: AtomicU64::new(log.first_session()),
+            context: AtomicU32::new(0),
+            session_limit: AtomicU32::new(0),
+            draft_block: AtomicU32::new(0),
+        });
+        let handle = Coordinator {
+            shared: Arc::clone(&shared),
+            commands,
+            model: Arc::new(model.clone()),
+            ready_for: settings.ready_for,
+        };
+        let shell = Shell {
+            greeter: Greeter::new(Hello::ours(Role::Coordinator, shape.digest)),
+            ring: Ring::new(shape.layers),
+            heals: Heals::new(now),
+            heartbeats: Heartbeats::new(LivenessConfig {
+                interval: settings.heartbeat,
+                dead_after: settings.dead_after,
+                ..LivenessConfig::default()
+            }),
+            redials: settings.stages.iter().filter_map(|address| Redial::new(address.clone(), now)).collect(),
+            sessions: BTreeMap::new(),
+            kept: BTreeMap::new(),
+            unstarted: BTreeMap::new(),
+            log,
+            dials: VecDeque::new(),
+            eos: model.eos.iter().copied().collect(),
+            vocab: model.vocab,
+            shape,
+            link,
+            report_at: now,
+            probe_at: now,
+            nonce: 0,
+            shared,
+            settings,
+        };
+        (handle, inbox, shell)
+    }
+
     async fn run(
         &mut self,
         mut events: LinkEvents,
         mut inbox: mpsc::Receiver<Command>,
-        mut dials: mpsc::Receiver<(PeerId, LinkError)>,
+        mut synced: mpsc::Receiver<Synced>,
         mut stop: watch::Receiver<bool>,
     ) {
-        let mut synced = self.recover();
+        let (failed, mut dials) = mpsc::channel(DIALS_MAX);
+        self.recover();
         loop {
             let timer = self.poll_timeout();
             tokio::select! {
@@ -202,16 +228,30 @@ impl Shell {
                 () = tokio::time::sleep_until(timer.into()) => self.handle_timeout(),
                 _ = stop.wait_for(|stop| *stop) => break,
             }
-            self.drain_heartbeats();
-            self.drain_ring();
-            self.settle_heals();
-            self.flush_log();
+            self.drain();
+            while let Some(dial) = self.poll_dial() {
+                spawn(&self.link, &failed, dial);
+            }
         }
         self.stop_sessions(&mut synced).await;
         self.link.shutdown().await;
     }
 
-    fn poll_timeout(&self) -> Instant {
+    /// Does what the machines say after something happened.
+    pub(crate) fn drain(&mut self) {
+        self.drain_heartbeats();
+        self.drain_ring();
+        self.settle_heals();
+        self.flush_log();
+    }
+
+    /// The next dial to begin; [`Shell::handle_dial_failed`] says that one failed.
+    pub(crate) fn poll_dial(&mut self) -> Option<Dial> {
+        self.dials.pop_front()
+    }
+
+    /// When to call [`Shell::handle_timeout`].
+    pub(crate) fn poll_timeout(&self) -> Instant {
         let machines = [
             self.greeter.poll_timeout(),
             self.ring.poll_timeout(),
@@ -225,7 +265,8 @@ impl Shell {
         timers.chain([self.report_at, self.probe_at]).min().unwrap_or(self.report_at)
     }
 
-    fn handle_timeout(&mut self) {
+    /// Time has come.
+    pub(crate) fn handle_timeout(&mut self) {
         let now = clock::now();
         for peer in self.greeter.handle_timeout(now) {
             self.link.disconnect(peer, "it connected and said no hello");
@@ -252,17 +293,13 @@ impl Shell {
 
     fn dial(&mut self, now: Instant) {
         for redial in &mut self.redials {
-            let Some(address) = redial.poll_dial(now) else { continue };
-            let (link, failed, peer) = (Arc::clone(&self.link), self.failed_dials.clone(), redial.peer());
-            tokio::spawn(async move {
-                if let Err(error) = link.dial(address).await {
-                    let _ = failed.send((peer, error)).await;
-                }
-            });
+            let dial = redial.poll_dial(now).map(|address| Dial { peer: redial.peer(), address });
+            self.dials.extend(dial);
         }
     }
 
-    fn handle_dial_failed(&mut self, peer: PeerId, error: &LinkError) {
+    /// A dial failed.
+    pub(crate) fn handle_dial_failed(&mut self, peer: PeerId, error: &LinkError) {
         tracing::warn!(%peer, %error, "a stage can't be reached; dialling again");
         self.redial_later(peer);
     }
@@ -294,7 +331,8 @@ impl Shell {
         self.publish();
     }
 
-    fn handle_link(&mut self, event: LinkEvent) {
+    /// Something happened on the link.
+    pub(crate) fn handle_link(&mut self, event: LinkEvent) {
         match event {
             LinkEvent::Connected { peer, .. } => {
                 let hello = self.greeter.handle_connected(peer, clock::now());
@@ -530,6 +568,17 @@ impl Shell {
     pub(super) fn forget_round(&self) {
         *self.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
+}
+
+/// Dials as a task that says where it failed.
+fn spawn(link: &Arc<dyn Link>, failed: &mpsc::Sender<(PeerId, LinkError)>, Dial { peer, address }: Dial) {
+    let (link, failed) = (Arc::clone(link), failed.clone());
+    tokio::spawn(async move {
+        if let Err(error) = link.dial(address).await {
+            // A loop that ended needs no result.
+            let _ = failed.send((peer, error)).await;
+        }
+    });
 }
 
 fn hop_status(from: Node, hop: &HopReport) -> HopStatus {

@@ -1,4 +1,4 @@
-//! Dials of a stage: tasks that bring their results to the shell.
+//! Dials of a stage: what is dialled, and how a dial ends. Whoever drives the shell carries them out.
 
 use std::sync::Arc;
 
@@ -13,55 +13,53 @@ use crate::transport::{Link, LinkError};
 /// Results of dials that wait for the shell.
 pub(super) const DIALS_MAX: usize = 64;
 
+/// A dial that the shell wants.
+#[derive(Debug)]
+pub(crate) enum Dial {
+    /// Of the coordinator.
+    Coordinator(Multiaddr),
+    /// Of a neighbour, at addresses that a peer named, best first.
+    Neighbour { peer: Node, addresses: Vec<String> },
+}
+
 /// How a dial ended.
-pub(super) enum Dialled {
+#[derive(Debug)]
+pub(crate) enum Dialled {
     /// Of the coordinator.
     Coordinator(Result<Node, String>),
     /// Of a neighbour.
     Neighbour { peer: Node, result: Result<(), String> },
 }
 
-/// Dials the coordinator.
-pub(super) fn coordinator(link: &Arc<dyn Link>, dialled: &mpsc::Sender<Dialled>, address: Multiaddr) {
+/// Dials as a task that brings its result to the shell.
+pub(super) fn spawn(link: &Arc<dyn Link>, dialled: &mpsc::Sender<Dialled>, dial: Dial, scope: Scope) {
     let (link, dialled) = (Arc::clone(link), dialled.clone());
     tokio::spawn(async move {
-        let result = link.dial(address).await.map_err(|error| error.to_string());
         // A shell that ended needs no result.
-        let _ = dialled.send(Dialled::Coordinator(result)).await;
+        let _ = dialled.send(run(link, dial, scope).await).await;
     });
 }
 
-/// Dials a neighbour at addresses that a peer named, best first; those outside `scope` are not
-/// touched.
-pub(super) fn neighbour(
-    link: &Arc<dyn Link>,
-    dialled: &mpsc::Sender<Dialled>,
-    (peer, addresses): (Node, Vec<String>),
-    scope: Scope,
-) {
-    let (link, dialled) = (Arc::clone(link), dialled.clone());
-    tokio::spawn(async move {
-        let mut causes = Vec::new();
-        for address in &addresses {
-            match dial(&link, peer, address, scope).await {
-                Ok(()) => {
-                    causes.clear();
-                    break;
+/// Dials; a neighbour's addresses outside `scope` are not touched.
+pub(crate) async fn run(link: Arc<dyn Link>, dial: Dial, scope: Scope) -> Dialled {
+    match dial {
+        Dial::Coordinator(address) => Dialled::Coordinator(link.dial(address).await.map_err(|error| error.to_string())),
+        Dial::Neighbour { peer, addresses } => {
+            let mut causes = Vec::new();
+            for address in &addresses {
+                match neighbour(&link, peer, address, scope).await {
+                    Ok(()) => return Dialled::Neighbour { peer, result: Ok(()) },
+                    Err(cause) => causes.push(cause),
                 }
-                Err(cause) => causes.push(cause),
             }
+            let none = addresses.is_empty();
+            let why = if none { "it offered no address".to_owned() } else { causes.join("; ") };
+            Dialled::Neighbour { peer, result: Err(why) }
         }
-        let result = match (addresses.is_empty(), causes.is_empty()) {
-            (true, _) => Err("it offered no address".to_owned()),
-            (false, true) => Ok(()),
-            (false, false) => Err(causes.join("; ")),
-        };
-        // A shell that ended needs no result.
-        let _ = dialled.send(Dialled::Neighbour { peer, result }).await;
-    });
+    }
 }
 
-async fn dial(link: &Arc<dyn Link>, peer: Node, address: &str, scope: Scope) -> Result<(), String> {
+async fn neighbour(link: &Arc<dyn Link>, peer: Node, address: &str, scope: Scope) -> Result<(), String> {
     let address: Multiaddr = address.parse().map_err(|error| format!("address {address:?}: {error}"))?;
     if peer_of(&address) != Some(peer.peer) {
         return Err(format!("address {address} does not end in /p2p/{peer}"));

@@ -6,12 +6,12 @@
 //! with [`tail`]): it fences, computes and forwards. They share only counters ([`counters`]).
 
 pub mod counters;
-mod dial;
+pub(crate) mod dial;
 pub mod hop;
 pub mod leave;
 pub mod membership;
 pub mod serve;
 pub mod session;
-mod shell;
+pub(crate) mod shell;
 pub mod tail;
 pub mod worker;

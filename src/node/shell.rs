@@ -1,9 +1,10 @@
 //! The shell of a stage: greets peers, obeys one coordinator, hands frames to the worker.
 //!
 //! One `select!` over the link, timers and the order to drain; then the machines are drained. It
-//! never computes, so heartbeats and probes are answered while the engine is busy.
+//! never computes, so heartbeats and probes are answered while the engine is busy. What the `select!`
+//! calls is synchronous: the simulator calls the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, TrySendError};
@@ -18,7 +19,7 @@ use crate::config::StageSettings;
 use crate::engine::EngineFacts;
 use crate::ids::Node;
 use crate::node::counters::Counters;
-use crate::node::dial::{self, DIALS_MAX, Dialled};
+use crate::node::dial::{self, DIALS_MAX, Dial, Dialled};
 use crate::node::hop::hop_report;
 use crate::node::leave::{LEAVE_SEQ, Leaving};
 use crate::node::membership::{Membership, Output};
@@ -33,7 +34,7 @@ use crate::transport::redial::Redial;
 use crate::transport::{Lane, Link, LinkEvent, LinkEvents};
 
 /// The shell of a stage.
-pub(super) struct Shell {
+pub(crate) struct Shell {
     link: Arc<dyn Link>,
     greeter: Greeter,
     membership: Membership,
@@ -42,8 +43,8 @@ pub(super) struct Shell {
     facts: EngineFacts,
     counters: Arc<Counters>,
     inputs: SyncSender<Input>,
-    dialled: mpsc::Sender<Dialled>,
-    dials: mpsc::Receiver<Dialled>,
+    /// Dials that are to begin.
+    dials: VecDeque<Dial>,
     redial: Option<Redial>,
     leaving: Option<Leaving>,
     settings: StageSettings,
@@ -51,20 +52,19 @@ pub(super) struct Shell {
 }
 
 /// What a shell is made of.
-pub(super) struct ShellParts {
-    pub(super) link: Arc<dyn Link>,
-    pub(super) facts: EngineFacts,
-    pub(super) counters: Arc<Counters>,
+pub(crate) struct ShellParts {
+    pub(crate) link: Arc<dyn Link>,
+    pub(crate) facts: EngineFacts,
+    pub(crate) counters: Arc<Counters>,
     /// To the worker.
-    pub(super) inputs: SyncSender<Input>,
-    pub(super) model_digest: [u8; 32],
-    pub(super) observer: Option<mpsc::Sender<StageEvent>>,
+    pub(crate) inputs: SyncSender<Input>,
+    pub(crate) model_digest: [u8; 32],
+    pub(crate) observer: Option<mpsc::Sender<StageEvent>>,
 }
 
 impl Shell {
-    pub(super) fn new(parts: ShellParts, settings: &StageSettings) -> Self {
+    pub(crate) fn new(parts: ShellParts, settings: &StageSettings) -> Self {
         let ShellParts { link, facts, counters, inputs, model_digest, observer } = parts;
-        let (dialled, dials) = mpsc::channel(DIALS_MAX);
         let liveness = LivenessConfig {
             interval: settings.heartbeat,
             dead_after: settings.dead_after,
@@ -78,8 +78,7 @@ impl Shell {
             facts,
             counters,
             inputs,
-            dialled,
-            dials,
+            dials: VecDeque::new(),
             redial: settings.coordinator.clone().and_then(|address| Redial::new(address, clock::now())),
             leaving: None,
             settings: settings.clone(),
@@ -95,6 +94,7 @@ impl Shell {
         mut ended: oneshot::Receiver<()>,
         mut stop: watch::Receiver<bool>,
     ) -> Result<(), ServeError> {
+        let (dialled, mut results) = mpsc::channel(DIALS_MAX);
         loop {
             let timer = self.poll_timeout();
             tokio::select! {
@@ -105,7 +105,7 @@ impl Shell {
                 _ = &mut ended => {
                     return Err(ServeError::Worker { why: "it ended by itself; the log says where".to_owned() });
                 }
-                Some(dialled) = self.dials.recv() => self.handle_dialled(dialled),
+                Some(result) = results.recv() => self.handle_dialled(result),
                 () = sleep_until(timer) => self.handle_timeout(),
                 changed = stop.changed(), if self.leaving.is_none() => {
                     if changed.is_err() || *stop.borrow() {
@@ -113,12 +113,28 @@ impl Shell {
                     }
                 }
             }
-            self.drain_heartbeats();
-            self.drain_membership()?;
-            if self.has_left() {
+            if self.drain()? {
                 return Ok(());
             }
+            while let Some(dial) = self.poll_dial() {
+                dial::spawn(&self.link, &dialled, dial, self.settings.dial_scope);
+            }
         }
+    }
+
+    /// Does what the machines say after something happened; says whether the stage has left.
+    ///
+    /// # Errors
+    /// [`ServeError`] where it can't go on.
+    pub(crate) fn drain(&mut self) -> Result<bool, ServeError> {
+        self.drain_heartbeats();
+        self.drain_membership()?;
+        Ok(self.has_left())
+    }
+
+    /// The next dial to begin; [`Shell::handle_dialled`] says how it ended.
+    pub(crate) fn poll_dial(&mut self) -> Option<Dial> {
+        self.dials.pop_front()
     }
 
     /// Ends the worker's thread and the link.
@@ -129,14 +145,16 @@ impl Shell {
         self.link.shutdown().await;
     }
 
-    fn poll_timeout(&self) -> Option<Instant> {
+    /// When to call [`Shell::handle_timeout`].
+    pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         let redial = self.redial.as_ref().and_then(Redial::poll_timeout);
         let leaving = self.leaving.as_ref().map(|leaving| leaving.poll_timeout(clock::now()));
         let machines = [self.greeter.poll_timeout(), self.membership.poll_timeout(), self.heartbeats.poll_timeout()];
         machines.into_iter().chain([redial, leaving]).flatten().min()
     }
 
-    fn handle_timeout(&mut self) {
+    /// Time has come.
+    pub(crate) fn handle_timeout(&mut self) {
         let now = clock::now();
         for peer in self.greeter.handle_timeout(now) {
             self.link.disconnect(peer, "it connected and said no hello");
@@ -144,11 +162,12 @@ impl Shell {
         self.membership.handle_timeout(now);
         self.heartbeats.handle_timeout(now);
         if let Some(address) = self.redial.as_mut().and_then(|redial| redial.poll_dial(now)) {
-            dial::coordinator(&self.link, &self.dialled, address);
+            self.dials.push_back(Dial::Coordinator(address));
         }
     }
 
-    fn handle_dialled(&mut self, dialled: Dialled) {
+    /// A dial ended.
+    pub(crate) fn handle_dialled(&mut self, dialled: Dialled) {
         match dialled {
             Dialled::Coordinator(Ok(_)) => {}
             Dialled::Coordinator(Err(reason)) => {
@@ -177,7 +196,11 @@ impl Shell {
         self.redial.as_ref().is_some_and(|redial| redial.peer() == peer.peer)
     }
 
-    fn handle_link(&mut self, event: LinkEvent) -> Result<(), ServeError> {
+    /// Something happened on the link.
+    ///
+    /// # Errors
+    /// [`ServeError`] where the stage can't go on.
+    pub(crate) fn handle_link(&mut self, event: LinkEvent) -> Result<(), ServeError> {
         match event {
             LinkEvent::Connected { peer, .. } => {
                 let hello = self.greeter.handle_connected(peer, clock::now());
@@ -398,7 +421,8 @@ impl Shell {
         })
     }
 
-    fn leave(&mut self) {
+    /// The stage is to finish what is open and end.
+    pub(crate) fn leave(&mut self) {
         self.leaving = Some(Leaving::new(clock::now()));
         self.observe(StageEvent::Draining);
         if let Some(coordinator) = self.membership.coordinator() {
@@ -420,7 +444,7 @@ impl Shell {
                 }
                 Output::Refuse { peer, reason } => self.refuse(peer, reason),
                 Output::Dial { peer, addresses } => {
-                    dial::neighbour(&self.link, &self.dialled, (peer, addresses), self.settings.dial_scope);
+                    self.dials.push_back(Dial::Neighbour { peer, addresses });
                 }
                 Output::Mended { peer } => self.observe(StageEvent::Mended { peer: peer.to_string() }),
                 Output::Disconnect { peer, reason } => self.link.disconnect(peer, &reason),

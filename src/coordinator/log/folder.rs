@@ -1,10 +1,10 @@
 //! The folder of a log: names, order and retention of its files; reads them, begins the next one.
 
+pub(crate) mod host;
+
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 
 use crate::clock;
 use crate::config::LogSettings;
@@ -15,6 +15,35 @@ use crate::ids::{SessionId, View};
 
 /// Sessions that ended lately which a new coordinator still knows: their clients may not have read all.
 pub(crate) const ENDED_MAX: usize = 64;
+
+/// What is known of a file without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Facts {
+    pub(crate) bytes: u64,
+    /// Seconds since 1970.
+    pub(crate) changed: u64,
+}
+
+/// Where the files of a log are: a folder of the host, or one of the simulator's.
+pub(crate) trait Folder: Send + Sync + std::fmt::Debug {
+    /// Names of everything in it, in any order.
+    fn names(&self) -> io::Result<Vec<String>>;
+
+    /// All bytes of a file.
+    fn read(&self, name: &str) -> io::Result<Vec<u8>>;
+
+    /// Begins a file that is not there yet.
+    fn create(&self, name: &str) -> io::Result<Box<dyn Disk>>;
+
+    /// Makes the names of its files durable.
+    fn sync(&self) -> io::Result<()>;
+
+    /// How large and how old a file is.
+    fn facts(&self, name: &str) -> io::Result<Facts>;
+
+    /// Removes a file.
+    fn remove(&self, name: &str) -> io::Result<()>;
+}
 
 /// A file's name: its order among the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,12 +73,8 @@ impl Name {
 }
 
 /// The files of a log, lowest first; others in the folder are left alone.
-pub(crate) fn list(folder: &Path) -> Result<Vec<Name>, LogError> {
-    let failed = |why| LogError::Folder { path: folder.to_owned(), why };
-    let mut names = Vec::new();
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        names.extend(entry.map_err(failed)?.file_name().to_str().and_then(Name::parse));
-    }
+pub(crate) fn list(folder: &dyn Folder) -> io::Result<Vec<Name>> {
+    let mut names: Vec<Name> = folder.names()?.iter().filter_map(|name| Name::parse(name)).collect();
     names.sort_unstable();
     Ok(names)
 }
@@ -62,11 +87,11 @@ pub(crate) struct Contents {
 
 /// Reads every file. One that has a torn end counts up to there; none is changed, for a coordinator
 /// that is only frozen may still write to its own.
-pub(crate) fn read(folder: &Path, model: [u8; 32], numerics: &str) -> Result<Contents, LogError> {
+pub(crate) fn read((folder, at): (&dyn Folder, &Path), model: [u8; 32], numerics: &str) -> Result<Contents, LogError> {
     let mut book = Book::default();
-    for name in list(folder)? {
-        let path = folder.join(name.file());
-        let bytes = fs::read(&path).map_err(|why| LogError::Read { path: path.clone(), why })?;
+    for name in list(folder).map_err(|why| LogError::Folder { path: at.to_owned(), why })? {
+        let path = at.join(name.file());
+        let bytes = folder.read(&name.file()).map_err(|why| LogError::Read { path: path.clone(), why })?;
         read_file(&path, name, &bytes, &mut book, (model, numerics))?;
     }
     book.forget(ENDED_MAX);
@@ -127,64 +152,23 @@ fn check_head(path: &Path, name: Name, head: &FileHead, (model, numerics): ([u8;
     Ok(())
 }
 
-/// A file that its coordinator appends to.
-#[derive(Debug)]
-pub(crate) struct LogFile {
-    file: File,
-    path: PathBuf,
-}
-
-impl LogFile {
-    /// Begins a file that is not there yet.
-    pub(crate) fn create(folder: &Path, head: &FileHead) -> io::Result<Self> {
-        let path = folder.join(Name::of(head).file());
-        let file = OpenOptions::new().append(true).create_new(true).mode(0o600).open(&path)?;
-        Ok(Self { file, path })
-    }
-}
-
-impl Disk for LogFile {
-    fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all(bytes)
-    }
-
-    fn sync(&mut self) -> io::Result<()> {
-        self.file.sync_data()
-    }
-
-    fn truncate(&mut self, length: u64) -> io::Result<()> {
-        self.file.set_len(length)
-    }
-
-    fn remove(&mut self) -> io::Result<()> {
-        fs::remove_file(&self.path)
-    }
-}
-
-/// Makes the names of files in the folder durable.
-pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
-}
-
 /// Removes files below `own` whose sessions `own` has taken over: the lowest first, while they are older
 /// than `keep` or all files together larger than `keep_bytes`. A file stays as long as a lower one does,
 /// so that no end is forgotten before its beginning.
-pub(crate) fn clean(settings: &LogSettings, own: Name) -> Result<(), LogError> {
-    let folder = &settings.folder;
+pub(crate) fn clean(folder: &dyn Folder, settings: &LogSettings, own: Name) -> io::Result<()> {
     let old = |name: &Name| *name < own;
     let mut files = Vec::new();
     for name in list(folder)?.into_iter().filter(old) {
-        let path = folder.join(name.file());
-        let facts = fs::metadata(&path).map_err(|why| LogError::Read { path: path.clone(), why })?;
-        let age = clock::unix_seconds().saturating_sub(u64::try_from(facts.mtime()).unwrap_or(0));
-        files.push((path, facts.len(), age));
+        let facts = folder.facts(&name.file())?;
+        let age = clock::unix_seconds().saturating_sub(facts.changed);
+        files.push((name, facts.bytes, age));
     }
     let mut total: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
-    for (path, bytes, age) in files {
+    for (name, bytes, age) in files {
         if age <= settings.keep.as_secs() && total <= settings.keep_bytes {
             return Ok(());
         }
-        fs::remove_file(&path).map_err(|why| LogError::Read { path: path.clone(), why })?;
+        folder.remove(&name.file())?;
         total -= bytes;
     }
     Ok(())

@@ -16,11 +16,14 @@ pub(crate) mod writer;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::config::LogSettings;
 use crate::engine::NUMERICS_ID;
 use crate::ids::{SessionId, View};
 use book::Logged;
+use folder::Folder;
+use folder::host::HostFolder;
 use record::{Entry, FileHead, LOG_VERSION};
 use writer::Scribe;
 
@@ -131,20 +134,25 @@ impl Log {
     pub fn open(settings: &LogSettings, model: [u8; 32]) -> Result<Self, LogError> {
         let path = settings.folder.clone();
         std::fs::create_dir_all(&path).map_err(|why| LogError::Folder { path: path.clone(), why })?;
-        let contents = folder::read(&path, model, NUMERICS_ID)?;
+        Self::open_in(Arc::new(HostFolder(path)), settings, model, rand::random())
+    }
+
+    /// The same in a folder of any kind; `start` is what this coordinator drew at its start.
+    pub(crate) fn open_in(
+        folder: Arc<dyn Folder>,
+        settings: &LogSettings,
+        model: [u8; 32],
+        start: u64,
+    ) -> Result<Self, LogError> {
+        let path = settings.folder.clone();
+        let contents = folder::read((folder.as_ref(), &path), model, NUMERICS_ID)?;
         let own = View(contents.view.0.saturating_add(1));
-        let head = FileHead {
-            version: LOG_VERSION,
-            view: own,
-            start: rand::random(),
-            part: 0,
-            model,
-            numerics: NUMERICS_ID.to_owned(),
-        };
+        let head =
+            FileHead { version: LOG_VERSION, view: own, start, part: 0, model, numerics: NUMERICS_ID.to_owned() };
         let carried: Vec<Entry> = contents.sessions.values().flat_map(book::carried).collect();
         let create = |why| LogError::Create { path: path.clone(), why };
         let payload = record::encode(&carried).map_err(|why| create(io::Error::other(why)))?;
-        let scribe = Scribe::begin(settings.clone(), head, &payload).map_err(create)?;
+        let scribe = Scribe::begin(folder, settings.clone(), head, &payload).map_err(create)?;
         Ok(Self { view: contents.view, own, sessions: contents.sessions, settings: settings.clone(), scribe })
     }
 

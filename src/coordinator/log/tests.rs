@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
 use super::book::{Book, Logged};
-use super::folder::{Name, read_file};
+use super::folder::host::HostFolder;
+use super::folder::{Name, list, read_file};
 use super::record::{self, Ended, Entry, FileHead, LOG_VERSION, Opened};
 use super::writer::{Batch, Scribe, Synced};
 use super::{Disk, Log, LogError};
@@ -231,7 +232,7 @@ fn a_new_coordinator_is_above_all_files_and_old_ones_are_removed() {
     assert_eq!(first.scribe.write(&batch(&[tokens(2, 3, 2)])), Synced::Durable);
     let third = Log::open(&LogSettings { keep_bytes: 0, ..settings.clone() }, MODEL).unwrap();
     assert_eq!(count_true(&third.sessions), 5);
-    assert_eq!(super::folder::list(&settings.folder).unwrap().len(), 1, "what was taken over is removed");
+    assert_eq!(list(&HostFolder(settings.folder.clone())).unwrap().len(), 1, "what was taken over is removed");
     let fourth = Log::open(&settings, MODEL).unwrap();
     assert_eq!(count_true(&fourth.sessions), 5);
     let error = Log::open(&settings, [8; 32]).unwrap_err().to_string();
@@ -286,7 +287,8 @@ fn a_full_disk_loses_nothing_that_was_synced() {
         let folder = tempfile::tempdir().unwrap();
         let settings = LogSettings::new(folder.path().to_owned());
         let room = Arc::new(AtomicU64::new(1_000));
-        let mut scribe = Scribe::begin(settings.clone(), head(1, START), &record::encode(&[]).unwrap()).unwrap();
+        let host = Arc::new(HostFolder(folder.path().to_owned()));
+        let mut scribe = Scribe::begin(host, settings.clone(), head(1, START), &record::encode(&[]).unwrap()).unwrap();
         scribe.wrap(|disk| Box::new(Small { disk, room: Arc::clone(&room), can_cut }));
         let batch = |entries: &[Entry]| Batch { payload: record::encode(entries).unwrap(), fresh: false };
         assert_eq!(scribe.write(&batch(&[Entry::Opened(Box::new(opened(1))), tokens(1, 0, 4)])), Synced::Durable);
@@ -309,7 +311,7 @@ fn the_next_file_says_what_goes_on() {
     let mut log = Log::open(&settings, MODEL).unwrap();
     let payload = record::encode(&[Entry::View(View(3)), Entry::Opened(Box::new(opened(1))), tokens(1, 0, 9)]).unwrap();
     assert_eq!(log.scribe.write(&Batch { payload, fresh: true }), Synced::Durable);
-    let names = super::folder::list(folder.path()).unwrap();
+    let names = list(&HostFolder(folder.path().to_owned())).unwrap();
     assert_eq!(names.iter().map(|name| name.part).collect::<Vec<_>>(), [1], "the first file is needless");
     let more = record::encode(&[tokens(1, 9, 1)]).unwrap();
     assert_eq!(log.scribe.write(&Batch { payload: more, fresh: false }), Synced::Durable);

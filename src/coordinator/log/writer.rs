@@ -1,7 +1,7 @@
 //! The thread that writes a log: one batch at a time, each synced before it is said to be durable.
 
 use std::io;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use tokio::sync::mpsc as wakes;
@@ -9,7 +9,7 @@ use tokio::sync::mpsc as wakes;
 use crate::clock;
 use crate::config::LogSettings;
 use crate::coordinator::log::Disk;
-use crate::coordinator::log::folder::{self, LogFile, Name};
+use crate::coordinator::log::folder::{self, Folder, Name};
 use crate::coordinator::log::record::{self, FileHead};
 
 /// What became of a batch.
@@ -38,21 +38,28 @@ pub(crate) struct Writer {
     batches: mpsc::SyncSender<Batch>,
 }
 
-impl Writer {
-    /// Starts the thread, which ends with the writer.
-    pub(crate) fn start(scribe: Scribe) -> io::Result<(Self, wakes::Receiver<Synced>)> {
-        let (batches, inbox) = mpsc::sync_channel::<Batch>(1);
-        let (done, synced) = wakes::channel(1);
-        let mut scribe = scribe;
-        std::thread::Builder::new().name("log".to_owned()).spawn(move || {
-            while let Ok(batch) = inbox.recv() {
-                if done.blocking_send(scribe.write(&batch)).is_err() {
-                    break;
-                }
+/// What is to be written, one batch at a time.
+pub(crate) type Batches = mpsc::Receiver<Batch>;
+
+/// Starts the thread, which ends with the writer.
+pub(crate) fn start(mut scribe: Scribe, batches: Batches) -> io::Result<wakes::Receiver<Synced>> {
+    let (done, synced) = wakes::channel(1);
+    std::thread::Builder::new().name("log".to_owned()).spawn(move || {
+        while let Ok(batch) = batches.recv() {
+            if done.blocking_send(scribe.write(&batch)).is_err() {
+                break;
             }
-            scribe.tell_cost();
-        })?;
-        Ok((Self { batches }, synced))
+        }
+        scribe.tell_cost();
+    })?;
+    Ok(synced)
+}
+
+impl Writer {
+    /// A writer and the other end of it.
+    pub(crate) fn new() -> (Self, Batches) {
+        let (batches, inbox) = mpsc::sync_channel::<Batch>(1);
+        (Self { batches }, inbox)
     }
 
     /// Hands a batch over; the one before has been answered.
@@ -63,6 +70,7 @@ impl Writer {
 
 /// What the thread owns.
 pub(crate) struct Scribe {
+    folder: Arc<dyn Folder>,
     settings: LogSettings,
     head: FileHead,
     disk: Box<dyn Disk>,
@@ -78,10 +86,15 @@ pub(crate) struct Scribe {
 
 impl Scribe {
     /// Begins the file that `head` names: its first record and one with `payload`, synced.
-    pub(crate) fn begin(settings: LogSettings, head: FileHead, payload: &[u8]) -> io::Result<Self> {
-        let disk = Box::new(LogFile::create(&settings.folder, &head)?);
-        let mut scribe =
-            Self { settings, head, disk, length: 0, serial: 0, dead: None, batches: 0, spent: Duration::ZERO };
+    pub(crate) fn begin(
+        folder: Arc<dyn Folder>,
+        settings: LogSettings,
+        head: FileHead,
+        payload: &[u8],
+    ) -> io::Result<Self> {
+        let disk = folder.create(&Name::of(&head).file())?;
+        let (dead, spent) = (None, Duration::ZERO);
+        let mut scribe = Self { folder, settings, head, disk, length: 0, serial: 0, dead, batches: 0, spent };
         let begun = scribe.begin_file(payload);
         if begun.is_err() {
             // A file without a whole first record says nothing; left behind it would only puzzle.
@@ -102,10 +115,10 @@ impl Scribe {
         bytes.extend(self.framed(1, payload)?);
         self.disk.append(&bytes)?;
         self.disk.sync()?;
-        folder::sync_folder(&self.settings.folder)?;
+        self.folder.sync()?;
         self.length = u64::try_from(bytes.len()).unwrap_or(u64::MAX);
         self.serial = 2;
-        if let Err(error) = folder::clean(&self.settings, Name::of(&self.head)) {
+        if let Err(error) = folder::clean(self.folder.as_ref(), &self.settings, Name::of(&self.head)) {
             tracing::warn!(%error, "old log files stay");
         }
         Ok(())
@@ -152,7 +165,7 @@ impl Scribe {
 
     fn next_file(&mut self, payload: &[u8]) -> Synced {
         let head = FileHead { part: self.head.part + 1, ..self.head.clone() };
-        match Self::begin(self.settings.clone(), head, payload) {
+        match Self::begin(Arc::clone(&self.folder), self.settings.clone(), head, payload) {
             Ok(next) => {
                 let (batches, spent) = (self.batches, self.spent);
                 *self = Self { batches, spent, ..next };
