@@ -33,6 +33,7 @@ use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
 use ringfence::engine::cpu::CpuEngine;
 use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
 use ringfence::ids::{Position, SessionId, TokenId, WireEncoding};
+use ringfence::node::journal::JournalConfig;
 use ringfence::node::membership::Obey;
 use ringfence::node::serve::{StageParts, serve};
 use ringfence::transport::quic::{QuicLink, QuicSettings};
@@ -158,6 +159,7 @@ impl Ring {
                 spare: false,
                 heartbeat: HEARTBEAT,
                 dead_after: DEAD_AFTER,
+                journal: JournalConfig::default(),
             };
             tasks.spawn(async move { serve(parts, &settings).await.unwrap() });
             stages.push(address);

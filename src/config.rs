@@ -6,6 +6,7 @@ use std::time::Duration;
 use libp2p::{Multiaddr, PeerId};
 
 use crate::ids::WireEncoding;
+use crate::node::journal::JournalConfig;
 use crate::node::membership::Obey;
 use crate::transport::scope::Scope;
 
@@ -32,6 +33,8 @@ pub struct StageSettings {
     /// Silence after which a peer is dead and cut off. Default 3 s; larger finds a dead one later,
     /// smaller takes a slow path for one.
     pub dead_after: Duration,
+    /// The journal of what it sent, for a successor's replacement. Default 256 MiB in memory, no files.
+    pub journal: JournalConfig,
 }
 
 /// Default pause between heartbeats.
@@ -39,6 +42,9 @@ pub const HEARTBEAT: Duration = Duration::from_millis(300);
 
 /// Default silence after which a peer is dead.
 pub const DEAD_AFTER: Duration = Duration::from_secs(3);
+
+/// MiB that a stage's journal has in memory by default.
+pub const JOURNAL_MIB: u32 = 256;
 
 /// Sessions that a stage holds at once by default.
 pub const MAX_SESSIONS: u32 = 16;

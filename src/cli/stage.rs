@@ -15,11 +15,12 @@ use tokio::sync::{mpsc, watch};
 use crate::cli::console::{self, Failure, Signals};
 use crate::cli::memory;
 use crate::cli::seconds;
-use crate::config::{DEAD_AFTER, HEARTBEAT, MAX_SESSIONS, StageSettings};
+use crate::config::{DEAD_AFTER, HEARTBEAT, JOURNAL_MIB, MAX_SESSIONS, StageSettings};
 use crate::engine::Engine;
 use crate::engine::cpu::{BuildError, CpuEngine, CpuSettings, Need, THREADS_MAX};
 use crate::ids::{LayerRange, WireEncoding};
 use crate::model::Checkpoint;
+use crate::node::journal::{JournalConfig, Journals, Retention, SpillConfig};
 use crate::node::membership::Obey;
 use crate::node::serve::{self, StageEvent, StageParts};
 use crate::proto::codec::{ADDRESSES_MAX, SESSIONS_MAX};
@@ -82,6 +83,20 @@ pub struct StageArgs {
     /// Wait to replace another stage: a ring takes this one only where no other stage holds its range
     #[arg(long)]
     pub spare: bool,
+    /// MiB of memory for the journal of what this stage sent, with which a stage that takes its
+    /// successor's place is brought up to date; 0 keeps none, and the whole ring computes again
+    #[arg(long, value_name = "MIB", default_value_t = JOURNAL_MIB)]
+    pub journal_mib: u32,
+    /// Folder for the part of the journal that memory has no room for; its files go with their session.
+    /// They hold the ids of requests and answers
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
+    /// MiB of journals of closed sessions to keep in the folder, the newest; with --journal-keep
+    #[arg(long, value_name = "MIB", requires_all = ["journal_dir", "journal_keep"])]
+    pub journal_keep_mib: Option<u32>,
+    /// Seconds for which journals of closed sessions are kept in the folder; with --journal-keep-mib
+    #[arg(long, value_name = "SECONDS", requires_all = ["journal_dir", "journal_keep_mib"])]
+    pub journal_keep: Option<f64>,
     /// Wire encodings to offer, best first; the coordinator chooses
     #[arg(long, value_name = "ENCODING", value_delimiter = ',', default_value = "fp8,bf16")]
     pub wire: Vec<WireEncoding>,
@@ -163,13 +178,54 @@ fn unbuilt(error: BuildError) -> Failure {
     Failure::new(phase, error)
 }
 
+/// The journal that is asked for, in a folder that can be used.
+fn journal(args: &StageArgs) -> Result<JournalConfig, Failure> {
+    let refused = |why: String| Err(Failure::new("config", why));
+    let keep = match (args.journal_keep_mib, args.journal_keep) {
+        (None, None) => None,
+        (Some(0), _) => {
+            return refused("--journal-keep-mib 0: expected at least 1, or none to keep nothing".to_owned());
+        }
+        (Some(mib), Some(time)) => {
+            Some(Retention { bytes: u64::from(mib) << 20, time: seconds("--journal-keep", time)? })
+        }
+        (Some(_), None) => return refused("--journal-keep-mib: give --journal-keep SECONDS too".to_owned()),
+        (None, Some(_)) => return refused("--journal-keep: give --journal-keep-mib MIB too".to_owned()),
+    };
+    if let (0, Some(folder)) = (args.journal_mib, &args.journal_dir) {
+        let folder = folder.display();
+        return refused(format!(
+            "--journal-mib 0 keeps no journal, so there is nothing for --journal-dir {folder}: give one of the two"
+        ));
+    }
+    let spill = args.journal_dir.clone().map(|folder| SpillConfig { folder, keep });
+    let journal = JournalConfig { memory: u64::from(args.journal_mib) << 20, spill };
+    Journals::check(&journal).map_err(Failure::of("config"))?;
+    Ok(journal)
+}
+
+/// Range and sessions must fit, and the journal beside them.
+fn check_memory(need: &Need, journal: &JournalConfig, free: u64) -> Result<(), Failure> {
+    need.check(free).map_err(Failure::of("memory"))?;
+    let needed = need.total();
+    if needed.saturating_add(journal.memory) > free {
+        let mib = journal.memory >> 20;
+        let why = format!(
+            "--journal-mib {mib}: {free} bytes of memory are free, and range and sessions need {needed} of them; give the journal less"
+        );
+        return Err(Failure::new("memory", why));
+    }
+    Ok(())
+}
+
 fn check(args: &StageArgs) -> Result<(), Failure> {
     obey(args)?;
+    let journal = journal(args)?;
     let checkpoint = open_model(args)?;
     let settings = settings(args)?;
     let need = need(args, &checkpoint, &settings)?;
     let free = memory::free();
-    need.check(free).map_err(Failure::of("memory"))?;
+    check_memory(&need, &journal, free)?;
     let weights = checkpoint.weights(args.range).map_err(Failure::of("model"))?;
     weights.check_values().map_err(Failure::of("model"))?;
     console::line(&format!(
@@ -197,10 +253,11 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
             "this stage obeys nobody: start it with --coordinator MULTIADDR, --allow PEERID of its coordinator, or --open",
         );
     }
+    let journal = journal(args)?;
     let checkpoint = open_model(args)?;
     let mut settings = settings(args)?;
     let need = need(args, &checkpoint, &settings)?;
-    need.check(memory::free()).map_err(Failure::of("memory"))?;
+    check_memory(&need, &journal, memory::free())?;
     settings.max_state_bytes = settings.max_state_bytes.max(need.sessions.saturating_mul(need.session_bytes));
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
@@ -220,6 +277,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
         heartbeat: HEARTBEAT,
         dead_after: seconds("--dead-after", args.dead_after)?,
         announce,
+        journal,
     };
     let digest = checkpoint.digest();
     console::runtime()?.block_on(async {

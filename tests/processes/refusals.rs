@@ -52,6 +52,22 @@ fn command_lines_that_can_not_be_are_refused() {
     stage_refused(&["--range", "0:3", "--max-context", "0"], "config", &["max-context", "0", "2048"]);
     stage_refused(&["--range", "0:3", "--max-context", "9000"], "config", &["max-context", "9000", "2048"]);
     stage_refused(&["--range", "0:3", "--max-sessions", "0"], "config", &["--max-sessions", "0", "1 to"]);
+    let journal =
+        |args: &[&str], phase, words: &[&str]| stage_refused(&[&["--range", "0:3"], args].concat(), phase, words);
+    journal(&["--journal-mib", "some"], "arguments", &["--journal-mib", "some"]);
+    journal(
+        &["--journal-mib", "0", "--journal-dir", "."],
+        "config",
+        &["--journal-mib 0", "--journal-dir .", "one of the two"],
+    );
+    journal(&["--journal-mib", "4000000000"], "memory", &["--journal-mib 4000000000", "free"]);
+    journal(&["--journal-keep", "9", "--journal-keep-mib", "9"], "arguments", &["--journal-dir"]);
+    journal(&["--journal-dir", ".", "--journal-keep", "9"], "arguments", &["--journal-keep-mib"]);
+    journal(&["--journal-dir", ".", "--journal-keep-mib", "9"], "arguments", &["--journal-keep <SECONDS>"]);
+    let kept = |time, mib| ["--journal-dir", ".", "--journal-keep", time, "--journal-keep-mib", mib];
+    journal(&kept("0", "9"), "config", &["--journal-keep 0", "0.1 to 86400 seconds"]);
+    journal(&kept("9", "0"), "config", &["--journal-keep-mib 0", "at least 1"]);
+    journal(&["--journal-dir", "/proc/none"], "config", &["journal folder /proc/none", "--journal-dir"]);
     let bare = "/ip4/127.0.0.1/udp/9/quic-v1";
     refused(&Process::run(STAGE, &["--range", "0:3", "--coordinator", bare]), "config", &[bare, "/p2p/PEERID"]);
     refused(&Process::run(STAGE, &["--range", "0:3", "--allow", "me"]), "arguments", &["--allow", "me"]);

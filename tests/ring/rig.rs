@@ -13,6 +13,7 @@ use ringfence::engine::Engine;
 use ringfence::engine::cpu::{CpuEngine, CpuSettings};
 use ringfence::ids::{LayerRange, Node, TokenId, WireEncoding};
 use ringfence::model::Checkpoint;
+use ringfence::node::journal::JournalConfig;
 use ringfence::node::membership::Obey;
 use ringfence::node::serve::{ServeError, StageEvent, StageParts, serve};
 use ringfence::proto::control::Sampling;
@@ -85,6 +86,7 @@ pub(crate) fn start_stage(
         spare: false,
         heartbeat: HEARTBEAT,
         dead_after: DEAD_AFTER,
+        journal: JournalConfig::default(),
     };
     let task = tokio::spawn(async move { serve(parts, &settings).await });
     Stage { peer, address, stop, events: told, task }
