@@ -10,7 +10,8 @@
 //! 5. the reply travels back over [`transport`];
 //! 6. [`api`] streams what the coordinator committed.
 //!
-//! [`proto`] is pure: no I/O, no clock, no tensors. [`model`] is what a checkpoint says; it and the engine are
+//! [`proto`] is pure: no I/O, no clock, no tensors; so is [`heal`], which decides what a dead stage's
+//! successor needs. [`model`] is what a checkpoint says; it and the engine are
 //! a crate of their own, `crates/engine`. [`wan`]
 //! emulates the network between the stages.
 
@@ -20,6 +21,7 @@ pub mod clock;
 pub mod config;
 pub mod coordinator;
 pub mod draft;
+pub mod heal;
 pub mod ids;
 pub mod node;
 pub mod proto;

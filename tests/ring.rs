@@ -15,7 +15,8 @@ mod equal;
 mod faults;
 #[path = "ring/heal.rs"]
 mod heal;
-
+#[path = "ring/rebuild.rs"]
+mod rebuild;
 #[path = "ring/restart.rs"]
 mod restart;
 #[path = "ring/rig.rs"]

@@ -84,7 +84,7 @@ impl Shell {
 
     /// How a session is opened on the ring as it stands: with the committed tokens but the last one as
     /// a part of the prompt, so that the first answer is the last committed token again.
-    fn opening(
+    pub(super) fn opening(
         &self,
         id: SessionId,
         request: &Request,
@@ -115,6 +115,7 @@ impl Shell {
             Mode::Pipelined => self.settings.draft_max.min(draft_block),
             Mode::Plain => 0,
         };
+        let resumes = arithmetic.is_some();
         let arithmetic = arithmetic.cloned().unwrap_or_else(|| Arithmetic {
             boundaries: ring.iter().skip(1).map(|(_, range)| range.lo()).collect(),
             encoding: request.encoding.unwrap_or(self.settings.encoding),
@@ -125,12 +126,15 @@ impl Shell {
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
         let max_new = request.max_new - u32::try_from(replayed).unwrap_or(u32::MAX).min(request.max_new);
         let stages = u32::try_from(ring.len()).unwrap_or(u32::MAX);
-        let chunk = self.settings.prefill_chunk.min(prompt_len);
+        // As long as it was at first: a state that a stage kept has room for no more.
+        let chunk = self.settings.prefill_chunk.min(u32::try_from(request.prompt.len()).unwrap_or(u32::MAX));
         let positions = prompt_len.saturating_add(max_new);
         let reach = (draft_block + 1)
             .max(self.settings.in_flight_max)
             .max(chunk.saturating_mul(stages + 1))
             .saturating_add(self.log.lag())
+            // A healed ring asks for the last committed token once more.
+            .saturating_add(1)
             .min(positions.max(1));
         let open = Open {
             view: self.ring.view(),
@@ -143,6 +147,7 @@ impl Shell {
             sampling: request.sampling,
             draft_block: drafts,
             want: Want { scores: request.score },
+            resumes,
         };
         let config = self.round_config(&open, request, (prompt, max_new, chunk));
         let round = Round::new(config, now).map_err(|error| JobError::Diverged { why: error.to_string() })?;
@@ -251,7 +256,7 @@ impl Shell {
         self.count_in_flight();
     }
 
-    fn send_frame(&mut self, to: Option<Node>, body: bytes::Bytes) {
+    pub(super) fn send_frame(&mut self, to: Option<Node>, body: bytes::Bytes) {
         let Some(to) = to else { return };
         if let Err(error) = self.link.try_send(to, Lane::Data, body) {
             self.ring.handle_fault(to, &error.to_string(), clock::now());
@@ -324,8 +329,9 @@ impl Shell {
     /// The reader has enough: the session ends well.
     fn stop(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get_mut(&id)
-            && let Phase::Running = session.phase
+            && let Phase::Running | Phase::Rebuilding(_) = session.phase
         {
+            session.phase = Phase::Running;
             session.round.handle_stop();
             self.drain_round(id);
         } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Parked { .. })) {
@@ -414,7 +420,7 @@ impl Shell {
         let Some(session) = self.sessions.get(&id) else { return };
         let range = session.ring.iter().find(|(member, _)| *member == peer);
         let Some(range) = range.map(|(_, range)| range.to_string()) else { return };
-        if matches!(session.phase, Phase::Running) {
+        if matches!(session.phase, Phase::Running | Phase::Rebuilding(_)) {
             self.fail(id, JobError::Refused { range, peer: peer.to_string(), why: reason });
         }
     }
@@ -429,10 +435,12 @@ impl Shell {
             match session.phase {
                 // Its tokens are all committed: only the numbers may miss a stage.
                 Phase::Closing { .. } => self.finish(id),
-                Phase::Running | Phase::Localizing { .. } | Phase::Parked { .. } if session.readers.probe => {
+                Phase::Running | Phase::Rebuilding(_) | Phase::Localizing { .. } | Phase::Parked { .. }
+                    if session.readers.probe =>
+                {
                     self.abandon(id);
                 }
-                Phase::Running | Phase::Localizing { .. } => {
+                Phase::Running | Phase::Rebuilding(_) | Phase::Localizing { .. } => {
                     session.park(stage_lost(peer, range, why), now + self.settings.heal_wait);
                     tracing::warn!(session = %id, %range, why, "session waits for the ring");
                     self.expire_parked(id, now);
@@ -443,69 +451,10 @@ impl Shell {
         self.count_in_flight();
     }
 
-    /// The ring is whole: sessions that waited go on, from the start of their history.
-    pub(super) fn resume_sessions(&mut self) {
-        let now = clock::now();
-        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
-            let Some(session) = self.sessions.get(&id) else { continue };
-            if !matches!(session.phase, Phase::Parked { .. }) {
-                continue;
-            }
-            match self.opening(id, &session.request, &session.committed, Some(&session.arithmetic), now) {
-                Ok(opening) => {
-                    tracing::info!(session = %id, replayed = opening.open.prompt_len, "session goes on");
-                    let replay = (u64::from(opening.open.prompt_len), self.replay_bytes(&opening));
-                    self.heals.replayed(replay, (self.link.local(), self.ring.view()), now);
-                    if let Some(session) = self.sessions.get_mut(&id) {
-                        session.resume(opening, now);
-                    }
-                    self.open(id);
-                }
-                Err(JobError::NotReady { .. }) => {}
-                Err(error) => self.fail(id, error),
-            }
-        }
-    }
-
-    /// What the whole history of a session costs on the way from the coordinator to the tail.
-    fn replay_bytes(&self, opening: &Opening) -> u64 {
-        let position = |(_, range): &(Node, LayerRange)| match range.lo() {
-            0 => size_of::<TokenId>(),
-            layer => opening.open.encoding_at(layer).position_bytes(self.shape.hc, self.shape.dim),
-        };
-        let bytes: usize = opening.ring.iter().map(position).sum();
-        u64::from(opening.open.prompt_len).saturating_mul(u64::try_from(bytes).unwrap_or(u64::MAX))
-    }
-
-    /// Notes when every session that was computed again has its state.
-    pub(super) fn settle_heals(&mut self) {
-        if self.heals.rebuilding() && !self.sessions.values().any(Session::rebuilding) {
-            self.heals.rebuilt(clock::now());
-            self.publish();
-        }
-    }
-
-    /// Fails a session that has waited too long, with what it waited for.
-    fn expire_parked(&mut self, id: SessionId, now: Instant) {
-        let missing = self.ring.missing();
-        let Some(session) = self.sessions.get(&id) else { return };
-        let Phase::Parked { until, error } = &session.phase else { return };
-        if *until > now {
-            return;
-        }
-        let mut error = error.clone();
-        let waits = self.settings.heal_wait;
-        if let (JobError::StageLost { why, .. } | JobError::NotReady { why }, false) = (&mut error, waits.is_zero()) {
-            let waited = waits.as_secs_f64();
-            let missing = missing.unwrap_or_else(|| "the ring lost it again and again".to_owned());
-            *why = format!("{why}; nothing took its place in {waited} s: {missing}");
-        }
-        self.fail(id, error);
-    }
-
     pub(super) fn sessions_timeout(&self) -> Option<Instant> {
         let of = |session: &Session| match &session.phase {
             Phase::Running => session.round.poll_timeout().map(|(at, _)| at),
+            Phase::Rebuilding(run) => run.poll_timeout(),
             Phase::Closing { .. } if session.ending => None,
             Phase::Closing { until, .. } | Phase::Localizing { until, .. } | Phase::Parked { until, .. } => {
                 Some(*until)
@@ -522,6 +471,7 @@ impl Shell {
                     session.round.handle_timeout(now);
                     self.drain_round(id);
                 }
+                Phase::Rebuilding(_) => self.rebuild_timeout(id, now),
                 Phase::Closing { until, .. } if *until <= now && !session.ending => self.finish(id),
                 Phase::Localizing { until, .. } if *until <= now => self.judge(id),
                 Phase::Parked { .. } => self.expire_parked(id, now),
@@ -538,6 +488,6 @@ fn beyond(reply: &Reply, vocab: u32) -> Option<TokenId> {
     answers.chain(drafts).find(|token| token.0 >= vocab)
 }
 
-fn stage_lost(peer: Node, range: LayerRange, why: &str) -> JobError {
+pub(super) fn stage_lost(peer: Node, range: LayerRange, why: &str) -> JobError {
     JobError::StageLost { range: range.to_string(), peer: peer.to_string(), why: why.to_owned() }
 }

@@ -30,7 +30,7 @@ pub struct HealStatus {
     pub whole_ms: Option<u64>,
     /// When every session that goes on had its state again; `None` before.
     pub rebuilt_ms: Option<u64>,
-    /// Positions that were computed again, over all sessions.
+    /// Positions that were computed again, over all sessions and stages.
     pub replayed_positions: u64,
     /// Bytes that were sent into the ring and between its stages for that: token ids and hidden states,
     /// without headers.

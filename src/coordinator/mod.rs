@@ -16,6 +16,7 @@ pub mod job;
 pub mod localize;
 pub mod log;
 pub mod plan;
+mod rebuild;
 pub mod ring;
 pub mod run;
 mod session;

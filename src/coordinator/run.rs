@@ -431,13 +431,23 @@ impl Shell {
                 self.handle_report(peer, nonce, &report);
                 self.ring.handle_report(peer, *report);
             }
-            Control::Opened { .. } => {}
+            Control::Opened { view, session, kept } => {
+                self.handle_opened(peer, view, session, kept.map(|kept| *kept));
+            }
+            Control::ReplayFailed { view, session, reason } => {
+                self.handle_replay_failed(peer, view, session, &reason);
+            }
+            Control::Rebuilt { view, session, next, outputs } => {
+                self.handle_rebuilt(peer, view, session, next, outputs);
+            }
             Control::Failed { view, session, reason } => self.handle_failed(peer, view, session, reason),
             Control::Closed { report } => self.handle_closed(peer, report),
             Control::Hello(_)
             | Control::Refused { .. }
             | Control::Join(_)
             | Control::Open(_)
+            | Control::Rebuild { .. }
+            | Control::Replay { .. }
             | Control::Close { .. }
             | Control::Cancel { .. }
             | Control::Probe { .. } => {

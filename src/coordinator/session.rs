@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::coordinator::job::{Client, Event, Finish, JobError, JobSide, JobStats, Request};
+use crate::heal::run::Run;
 use crate::ids::{LayerRange, Node, Position, TokenId, WireEncoding};
 use crate::proto::control::{Open, SessionReport, StageReport};
 use crate::proto::frame::Answer;
@@ -27,6 +28,8 @@ pub(crate) const LOCALIZE_DEADLINE: Duration = Duration::from_millis(1_000);
 pub(crate) enum Phase {
     /// Its round goes on.
     Running,
+    /// The stages get back what they lost of it.
+    Rebuilding(Box<Run>),
     /// It ended well; the stages are asked what they computed.
     Closing { finish: Finish, pending: BTreeSet<Node>, until: Instant },
     /// A reply is overdue; the stages are asked how far its frames came.
@@ -162,12 +165,12 @@ impl Session {
         self.phase = Phase::Parked { error, until };
     }
 
-    /// Goes on on another ring.
-    pub(crate) fn resume(&mut self, opening: Opening, now: Instant) {
+    /// Goes on on another ring, when `run` is over.
+    pub(crate) fn resume(&mut self, opening: Opening, run: Run, now: Instant) {
         let Opening { open, round, ring, replayed, .. } = opening;
         self.past.absorb(self.round.stats());
         (self.open, self.round, self.ring, self.replayed) = (open, round, ring, replayed);
-        self.phase = Phase::Running;
+        self.phase = Phase::Rebuilding(Box::new(run));
         self.bound_floor();
         self.reports.clear();
         self.probes.clear();
@@ -175,6 +178,12 @@ impl Session {
         self.heals += 1;
         self.rebuilding = true;
         tracing::debug!(after = ?self.last.map(|last| now.duration_since(last)), "round replaced");
+    }
+
+    /// The first position whose answer the next ring has to give, where scores are wanted; the one before
+    /// it comes with it, for the score of the token that is fed there.
+    pub(crate) fn asked_again_from(&self) -> u32 {
+        if self.request.score.is_some() { self.scored.saturating_sub(1) } else { u32::MAX }
     }
 
     /// A token is final: the `index`-th new one of the present round.

@@ -10,6 +10,7 @@ use crate::config::StageSettings;
 use crate::engine::Engine;
 use crate::ids::Node;
 use crate::node::counters::Counters;
+use crate::node::journal::{JournalError, Journals};
 use crate::node::shell::{Shell, ShellParts};
 use crate::node::worker::thread::{self, Started, WorkerParts};
 use crate::transport::{Link, LinkEvents};
@@ -39,6 +40,9 @@ pub enum ServeError {
         /// What happened.
         why: String,
     },
+    /// What is sent can't be kept.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
     /// The link is gone.
     #[error("the link to the network ended")]
     LinkEnded,
@@ -96,10 +100,12 @@ pub struct StageParts {
 pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), ServeError> {
     let StageParts { engine, link, events, model_digest, stop, observer } = parts;
     let facts = engine.facts().clone();
+    let journals = Journals::new(settings.journal.clone(), &facts.range.to_string())?;
     let counters = Arc::new(Counters::default());
     thread::count_loaded(&counters, facts.weight_bytes);
     let Started { inputs, ended, thread } = thread::start(WorkerParts {
         engine,
+        journals,
         link: Arc::clone(&link),
         runtime: tokio::runtime::Handle::current(),
         counters: Arc::clone(&counters),

@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use crate::engine::{EngineFacts, SessionShape};
-use crate::ids::{Epoch, Position, TokenId, View};
+use crate::ids::{Epoch, Position, TokenId};
 use crate::node::counters::SessionCounters;
+use crate::node::journal::Recent;
 use crate::node::tail::Tail;
-use crate::proto::control::Open;
+use crate::node::worker::shelf::Shelved;
+use crate::proto::control::{Open, Rebuild};
 use crate::proto::fence::{Arrival, Fence, FenceConfig, FenceError, Forward, HELD_FRAMES_MAX};
 use crate::proto::frame::{Frame, FrameHead};
 
@@ -35,7 +37,6 @@ pub(crate) struct Work {
 }
 
 /// One session on a stage.
-#[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) open: Open,
     pub(crate) counters: Arc<SessionCounters>,
@@ -43,21 +44,71 @@ pub(crate) struct Session {
     fence: Fence<Body>,
     /// Taken from the fence, but not part of the last work.
     taken: Option<(FrameHead, Body)>,
+    /// Token ids of the positions that were computed, from 0; those at or above the fence's next one are of
+    /// a speculation that is over.
+    ids: Vec<TokenId>,
+    recent: Recent,
+    digests_from: Position,
 }
 
 impl Session {
-    pub(crate) fn new(open: Open, view: View, is_tail: bool, counters: Arc<SessionCounters>) -> Self {
+    /// A session before its first frame.
+    pub(crate) fn new(open: Open, (is_tail, counters): (bool, Arc<SessionCounters>), state: Shelved) -> Self {
+        let zero = Position(0);
+        let rebuild = Rebuild { from: zero, history: zero, forward_from: zero, digests_from: zero };
+        Self::resumed(open, (is_tail, counters), state, rebuild)
+    }
+
+    /// A session that goes on with the state it has, from `rebuild.from` on.
+    pub(crate) fn resumed(
+        open: Open,
+        (is_tail, counters): (bool, Arc<SessionCounters>),
+        state: Shelved,
+        rebuild: Rebuild,
+    ) -> Self {
+        let Shelved { mut ids, recent, .. } = state;
+        ids.truncate(rebuild.from.0 as usize);
         let fence = Fence::new(FenceConfig {
             session: open.session,
-            view,
+            view: open.view,
             prompt_len: open.prompt_len,
             reach: open.reach,
             end: Position(open.positions),
+            from: rebuild.from,
+            history: rebuild.history,
+            forward_from: rebuild.forward_from,
             hold_for: HOLD_FOR,
             held_max: HELD_FRAMES_MAX,
         });
-        let tail = is_tail.then(|| Tail::new(open.clone()));
-        Self { open, counters, tail, fence, taken: None }
+        let tail = is_tail.then(|| Tail::new(open.clone(), rebuild));
+        Self { open, counters, tail, fence, taken: None, ids, recent, digests_from: rebuild.digests_from }
+    }
+
+    /// What outlives the ring.
+    pub(crate) fn shelve(mut self, shape: SessionShape) -> Shelved {
+        self.ids.truncate(self.fence.next().0 as usize);
+        Shelved { shape, ids: self.ids, recent: self.recent }
+    }
+
+    /// Next position to compute.
+    pub(crate) fn next(&self) -> Position {
+        self.fence.next()
+    }
+
+    /// Positions below are history.
+    pub(crate) fn history(&self) -> Position {
+        self.fence.history()
+    }
+
+    /// The first position whose result is digested in reports of the history.
+    pub(crate) fn digests_from(&self) -> Position {
+        self.digests_from
+    }
+
+    /// Frames of the history were sent to the next stage once more.
+    pub(crate) fn handle_replayed(&mut self, frames: u64) {
+        self.fence.handle_replayed(frames);
+        self.counters.publish(&self.fence);
     }
 
     /// The shape that the engine is asked for.
@@ -118,14 +169,24 @@ impl Session {
         self.taken.take().filter(|(head, _)| head.epoch == epoch).or_else(|| self.fence.poll_compute())
     }
 
-    /// A frame was computed: whether its result is sent on.
-    pub(crate) fn handle_computed(&mut self, head: &FrameHead) -> bool {
-        let forward = self.fence.handle_computed(head);
-        self.counters.publish(&self.fence);
-        match forward {
-            Forward::Yes => true,
-            Forward::No => false,
+    /// Frames were computed together: what becomes of the result of each.
+    pub(crate) fn handle_computed(&mut self, work: &Work, input_bytes: usize) -> Vec<Forward> {
+        let mut ids = &work.ids[..];
+        let mut fates = Vec::with_capacity(work.heads.len());
+        for (head, payload) in work.heads.iter().zip(&work.payloads) {
+            let (of_frame, rest) = ids.split_at(head.len as usize);
+            ids = rest;
+            if head.epoch == self.fence.epoch() {
+                self.ids.truncate(head.pos.0 as usize);
+                self.ids.extend_from_slice(of_frame);
+                if input_bytes > 0 {
+                    self.recent.record(head.pos, of_frame, payload.clone(), input_bytes);
+                }
+            }
+            fates.push(self.fence.handle_computed(head));
         }
+        self.counters.publish(&self.fence);
+        fates
     }
 }
 

@@ -298,6 +298,12 @@ impl Shell {
             Control::Cancel { session, below } => {
                 self.obey(peer, Input::Cancel { session, below });
             }
+            Control::Rebuild { session, rebuild } => {
+                self.obey(peer, Input::Rebuild { session, rebuild });
+            }
+            Control::Replay { session, from, to, answer_from } => {
+                self.obey(peer, Input::Replay { session, from, to, answer_from });
+            }
             Control::Probe { nonce } => {
                 if self.membership.allows(peer) {
                     let report = StageReport { hop: self.hop(), ..self.counters.report(self.membership.view()) };
@@ -312,6 +318,8 @@ impl Shell {
             | Control::Opened { .. }
             | Control::Closed { .. }
             | Control::Failed { .. }
+            | Control::Rebuilt { .. }
+            | Control::ReplayFailed { .. }
             | Control::Report { .. }
             | Control::Draining
             | Control::NeighbourLost { .. } => {

@@ -6,7 +6,7 @@ use crate::draft::{self, Anchor, Chooser};
 use crate::engine::sample::{LogSoftmax, Sampler};
 use crate::engine::{Engine, EngineError};
 use crate::ids::{Position, TokenId};
-use crate::proto::control::Open;
+use crate::proto::control::{Open, Rebuild};
 use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
 use crate::proto::frontier::{Frontier, FrontierError};
 
@@ -19,6 +19,18 @@ pub(crate) enum TailError {
     /// The fence let something through that it must not.
     #[error(transparent)]
     Frontier(#[from] FrontierError),
+    /// Computed again, a position has another answer than the one that was committed.
+    #[error(
+        "rebuilt, this tail answers position {pos} with {ours}, committed was {committed}: a stage computes differently"
+    )]
+    Differs {
+        /// The position.
+        pos: Position,
+        /// The answer now.
+        ours: TokenId,
+        /// The one before.
+        committed: TokenId,
+    },
 }
 
 /// One session at the tail.
@@ -30,16 +42,22 @@ pub(crate) struct Tail {
     /// Logits of the last answered position, kept only where scores are wanted.
     last_row: Vec<f32>,
     last: Option<(Position, LogSoftmax)>,
+    /// Positions below are history: their answers are known.
+    history: Position,
+    /// The last answer within it, and the position at which it is fed.
+    said: Option<(Position, TokenId)>,
 }
 
 impl Tail {
-    pub(crate) fn new(open: Open) -> Self {
+    pub(crate) fn new(open: Open, rebuild: Rebuild) -> Self {
         Self {
-            frontier: Frontier::new(open.prompt_len, open.reach),
+            frontier: Frontier::new(open.prompt_len, open.reach).starting_at(rebuild.from),
             open,
             sampler: Sampler::new(),
             last_row: Vec::new(),
             last: None,
+            history: rebuild.history,
+            said: None,
         }
     }
 
@@ -65,17 +83,25 @@ impl Tail {
             offset += ids.len();
             let mut answers = Vec::new();
             for (pos, id) in (head.pos.0..).map(Position).zip(ids) {
+                self.check_said(pos, *id)?;
                 let fed = self.fed_score(pos, *id);
                 if pos < head.answer_from {
                     continue;
                 }
                 let Some(row) = rows.next() else { continue };
-                answers.push(self.answer_row(pos, fed, row));
+                let answer = self.answer_row(pos, fed, row);
+                if pos < self.history {
+                    self.said = Some((pos.plus(1), answer.token));
+                }
+                answers.push(answer);
             }
             let tokens: Vec<TokenId> = answers.iter().map(|answer| answer.token).collect();
             let fed = self.frontier.handle_fed(head.pos, ids, &tokens)?;
             let last = head.pos.plus(head.len.saturating_sub(1));
-            chooser.take(at, last, fed.may_draft(), tokens.last().copied());
+            // Off the history nobody wants a draft.
+            if last >= self.history {
+                chooser.take(at, last, fed.may_draft(), tokens.last().copied());
+            }
             replies.push(Reply {
                 view: head.view,
                 session,
@@ -90,6 +116,14 @@ impl Tail {
             replies[anchor.frame].draft = self.draft(engine, anchor)?;
         }
         Ok(replies)
+    }
+
+    /// Within the history, what is fed is what this tail answered before.
+    fn check_said(&mut self, pos: Position, id: TokenId) -> Result<(), TailError> {
+        match self.said.take_if(|(at, _)| *at == pos) {
+            Some((_, ours)) if ours != id => Err(TailError::Differs { pos: Position(pos.0 - 1), ours, committed: id }),
+            Some(_) | None => Ok(()),
+        }
     }
 
     fn answer_row(&mut self, pos: Position, fed: Option<f32>, row: &[f32]) -> Answer {

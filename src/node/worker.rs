@@ -8,6 +8,8 @@
 
 mod outbox;
 mod pass;
+mod resume;
+pub(crate) mod shelf;
 pub mod thread;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -19,15 +21,18 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use crate::engine::Engine;
-use crate::ids::{Epoch, Node, SessionId};
+use crate::ids::{Epoch, Node, Position, SessionId};
 use crate::node::counters::Counters;
+use crate::node::journal::Journals;
 use crate::node::membership::Route;
 use crate::node::session::{Session, Work};
 use crate::node::worker::outbox::Outbox;
 use crate::node::worker::pass::Desk;
+use crate::node::worker::resume::Waiting;
+use crate::node::worker::shelf::Shelf;
 use crate::proto::codec;
-use crate::proto::control::{Control, Open, SessionReport};
-use crate::proto::fence::Arrival;
+use crate::proto::control::{Control, Open, Rebuild, SessionReport};
+use crate::proto::fence::{Arrival, Forward};
 use crate::proto::frame::Frame;
 use crate::transport::{Lane, LinkError};
 
@@ -56,7 +61,25 @@ pub enum Input {
         /// First epoch that still matters.
         below: Epoch,
     },
-    /// Frees every session and takes this route.
+    /// Go on with a session of an older view.
+    Rebuild {
+        /// The session.
+        session: SessionId,
+        /// How.
+        rebuild: Rebuild,
+    },
+    /// Send results of the journal to the next stage again.
+    Replay {
+        /// The session.
+        session: SessionId,
+        /// First position.
+        from: Position,
+        /// One past the last one.
+        to: Position,
+        /// The tail answers from this position on.
+        answer_from: Position,
+    },
+    /// Takes this route; every session waits to be opened again in it.
     Route(Option<Route>),
     /// Ends the worker.
     Stop,
@@ -107,7 +130,12 @@ pub(crate) struct Worker {
     counters: Arc<Counters>,
     max_sessions: u32,
     route: Option<Route>,
+    journals: Journals,
     sessions: BTreeMap<SessionId, Session>,
+    /// Sessions of an older view that were opened again.
+    waiting: BTreeMap<SessionId, Waiting>,
+    /// Sessions of older views that were not.
+    shelf: Shelf,
     /// Sessions at or below it were opened once in this view: frames without a session are dropped.
     opened: Option<SessionId>,
     early: Vec<Early>,
@@ -122,13 +150,16 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// A worker in no ring, which holds `max_sessions` at once.
-    pub(crate) fn new(engine: Box<dyn Engine>, counters: Arc<Counters>, max_sessions: u32) -> Self {
+    pub(crate) fn new(engine: Box<dyn Engine>, journals: Journals, counters: Arc<Counters>, max_sessions: u32) -> Self {
         Self {
             desk: Desk::new(engine),
             counters,
             max_sessions,
             route: None,
+            journals,
             sessions: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            shelf: Shelf::default(),
             opened: None,
             early: Vec::new(),
             turn: SessionId(0),
@@ -152,7 +183,9 @@ impl Worker {
                     session.handle_cancel(below);
                 }
             }
-            Input::Route(route) => self.reroute(route),
+            Input::Rebuild { session, rebuild } => self.rebuild(session, rebuild),
+            Input::Replay { session, from, to, answer_from } => self.replay(session, (from, to), answer_from, now),
+            Input::Route(route) => self.reroute(route, now),
             Input::Stop => return false,
         }
         true
@@ -186,12 +219,17 @@ impl Worker {
     /// When to call [`Worker::handle_timeout`], or to ask [`Worker::poll_send`] again.
     pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         let sessions = self.sessions.values().filter_map(Session::poll_timeout);
-        sessions.chain(self.early.iter().map(|early| early.until)).chain(self.outbox.poll_timeout()).min()
+        sessions
+            .chain(self.early.iter().map(|early| early.until))
+            .chain(self.outbox.poll_timeout())
+            .chain(self.shelf.poll_timeout())
+            .min()
     }
 
     /// Time has come: what waited too long for a frame before it fails.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         self.early.retain(|early| early.until > now);
+        self.forget_expired(now);
         let failed: Vec<(SessionId, String)> = self
             .sessions
             .iter_mut()
@@ -240,15 +278,41 @@ impl Worker {
             Err(reason) => return self.fail(pass.session, reason),
         };
         let Some(session) = self.sessions.get_mut(&pass.session) else { return };
-        let alive = heads.iter().map(|head| session.handle_computed(head));
-        let bodies = alive.zip(results).filter(|(alive, _)| *alive).map(|(_, body)| body);
+        let input = self.desk.input_bytes(&session.open);
+        let fates = session.handle_computed(&pass.work, input);
+        self.journal(pass, &fates, &results);
+        self.tell_rebuilt(pass.session, &pass.work, &results);
+        let bodies = fates.into_iter().zip(results).filter(|(fate, _)| *fate == Forward::Yes).map(|(_, body)| body);
         self.outbox.put(&route, bodies, now);
     }
 
-    fn reroute(&mut self, route: Option<Route>) {
-        for session in std::mem::take(&mut self.sessions).into_keys() {
-            self.desk.engine.close(session);
-            self.counters.close(session);
+    /// Keeps what the next stage got, or has, in case it is lost there.
+    fn journal(&mut self, pass: &Pass, fates: &[Forward], bodies: &[Bytes]) {
+        if self.desk.engine.facts().is_tail() {
+            return;
+        }
+        let mut ids = &pass.work.ids[..];
+        for ((head, fate), body) in pass.work.heads.iter().zip(fates).zip(bodies) {
+            let (of_frame, rest) = ids.split_at(head.len as usize);
+            ids = rest;
+            if *fate != Forward::No {
+                let payload = body.slice(codec::frame_header_bytes(of_frame.len())..);
+                self.journals.settle(pass.session, head.settled);
+                self.journals.record(pass.session, head.pos, of_frame, payload);
+            }
+        }
+    }
+
+    fn reroute(&mut self, route: Option<Route>, now: Instant) {
+        let former = self.route.map(|route| route.coordinator.peer);
+        self.shelve_all(now);
+        // Another coordinator's sessions are others, whatever their numbers.
+        if let (Some(former), Some(route)) = (former, route)
+            && former != route.coordinator.peer
+        {
+            while let Some(id) = self.shelf.oldest() {
+                self.forget(id);
+            }
         }
         self.early.clear();
         self.outbox.clear();
@@ -276,10 +340,20 @@ impl Worker {
             return;
         }
         self.opened = Some(id);
-        if let Err(reason) = self.try_open(open, route) {
+        if open.prompt_len == 0 || open.prompt_len > open.positions {
+            let (prompt, positions) = (open.prompt_len, open.positions);
+            return self.fail(id, format!("prompt of {prompt} positions in a session of {positions}"));
+        }
+        if open.resumes {
+            if let Err(reason) = self.open_again(open, &route) {
+                self.fail(id, reason);
+            }
+            return;
+        }
+        if let Err(reason) = self.try_open(open) {
             return self.fail(id, reason);
         }
-        self.tell(Control::Opened { session: id });
+        self.tell(Control::Opened { view: route.view, session: id, kept: None });
         let (now_open, still_early): (Vec<Early>, Vec<Early>) =
             std::mem::take(&mut self.early).into_iter().partition(|early| early.frame.head.session == id);
         self.early = still_early;
@@ -288,19 +362,13 @@ impl Worker {
         }
     }
 
-    fn try_open(&mut self, open: Open, route: Route) -> Result<(), String> {
-        let limit = self.max_sessions;
-        if self.sessions.len() >= limit as usize {
-            return Err(format!("{limit} sessions are open here, which is this stage's limit (--max-sessions)"));
-        }
-        let facts = self.desk.engine.facts().clone();
-        if open.prompt_len == 0 || open.prompt_len > open.positions {
-            return Err(format!("prompt of {} positions in a session of {}", open.prompt_len, open.positions));
-        }
-        self.desk.engine.open(open.session, &Session::shape(&open, &facts)).map_err(|error| error.to_string())?;
-        let counters = self.counters.open(open.session);
+    fn try_open(&mut self, open: Open) -> Result<(), String> {
         let id = open.session;
-        self.sessions.insert(id, Session::new(open, route.view, facts.is_tail(), counters));
+        self.make_room()?;
+        let state = self.start_state(&open)?;
+        let counters = self.counters.open(id);
+        let is_tail = self.desk.engine.facts().is_tail();
+        self.sessions.insert(id, Session::new(open, (is_tail, counters), state));
         Ok(())
     }
 
@@ -311,14 +379,16 @@ impl Worker {
             Some(session) => session.counters.report(id),
             None => SessionReport { session: id, ..SessionReport::default() },
         };
-        self.desk.engine.close(id);
+        self.waiting.remove(&id);
+        self.forget(id);
         self.tell_end(Control::Closed { report }, id);
     }
 
     /// Ends a session here and tells the coordinator why.
     fn fail(&mut self, id: SessionId, reason: String) {
         self.sessions.remove(&id);
-        self.desk.engine.close(id);
+        self.waiting.remove(&id);
+        self.forget(id);
         let Some(route) = self.route else { return self.counters.close(id) };
         tracing::warn!(session = %id, %reason, "session failed");
         self.tell_end(Control::Failed { view: route.view, session: id, reason }, id);

@@ -3,13 +3,14 @@
 //! The coordinator speaks to every stage and every stage to the coordinator; neighbours only greet.
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 pub use crate::engine::sample::Sampling;
-use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, View, WireEncoding};
+use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::liveness::RoundTrip;
 
 /// Version of everything in [`crate::proto`]; peers of other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// First message on every connection, from both sides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,6 +111,44 @@ pub struct Open {
     pub draft_block: u32,
     /// Extra results.
     pub want: Want,
+    /// It was open in an older view: the stage says what it kept of it, and waits for
+    /// [`Control::Rebuild`] before it computes.
+    pub resumes: bool,
+}
+
+/// sha256 of consecutive positions: what a hop carried there, see `docs/protocol.md`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Digests {
+    /// First position.
+    pub from: Position,
+    /// One a position.
+    pub list: Vec<[u8; 32]>,
+}
+
+/// What a stage has of a session that was open in an older view.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Its state holds the positions below, and at most those of the prompt.
+    pub next: Position,
+    /// sha256 of the token ids that made that state, as [`ids_digest`] does it.
+    pub ids: [u8; 32],
+    /// Positions whose results it can send again: from, and one past the last.
+    pub journal: (Position, Position),
+    /// The last frames that it took in; none at the head, whose frames are ids alone.
+    pub inputs: Digests,
+}
+
+/// How a stage goes on with a session from an older view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rebuild {
+    /// The first position that comes: what its state holds from there on is dropped. 0: all of it.
+    pub from: Position,
+    /// Positions below are history: true, never opened again, and reported when they are computed.
+    pub history: Position,
+    /// Results below stay in the stage's journal: the next stage has them.
+    pub forward_from: Position,
+    /// Results from here on are digested in the reports.
+    pub digests_from: Position,
 }
 
 /// Counters of one session on one stage, to localize a fault.
@@ -203,8 +242,50 @@ pub enum Control {
     Open(Open),
     /// Stage → coordinator: the session's state is allocated.
     Opened {
+        /// Membership.
+        view: View,
         /// The session.
         session: SessionId,
+        /// What it has, where [`Open::resumes`]; `None`: nothing.
+        kept: Option<Box<Kept>>,
+    },
+    /// Coordinator → stage: go on with a session of an older view.
+    Rebuild {
+        /// The session.
+        session: SessionId,
+        /// How.
+        rebuild: Rebuild,
+    },
+    /// Coordinator → stage: send the results of `from..to` to the next stage again.
+    Replay {
+        /// The session.
+        session: SessionId,
+        /// First position.
+        from: Position,
+        /// One past the last one.
+        to: Position,
+        /// The tail answers from this position on, to check itself.
+        answer_from: Position,
+    },
+    /// Stage → coordinator: its journal has not what [`Control::Replay`] asks for, and is dropped.
+    ReplayFailed {
+        /// Membership.
+        view: View,
+        /// The session.
+        session: SessionId,
+        /// Why.
+        reason: String,
+    },
+    /// Stage → coordinator: a part of the history is computed.
+    Rebuilt {
+        /// Membership.
+        view: View,
+        /// The session.
+        session: SessionId,
+        /// One past the last position computed.
+        next: Position,
+        /// Of the results; empty where none were asked for, and at the tail.
+        outputs: Digests,
     },
     /// Stage → coordinator: the session fails here.
     Failed {
@@ -276,6 +357,16 @@ impl Open {
     pub fn encoding_at(&self, layer: u16) -> WireEncoding {
         if self.boundaries.contains(&layer) { self.encoding } else { WireEncoding::Bf16 }
     }
+}
+
+/// sha256 of token ids, each as four bytes, little-endian: names a history.
+#[must_use]
+pub fn ids_digest(ids: &[TokenId]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for id in ids {
+        hash.update(id.0.to_le_bytes());
+    }
+    hash.finalize().into()
 }
 
 impl Hello {

@@ -75,6 +75,13 @@ impl Frontier {
         Self { prompt_len, keep: reach as usize + 1, oldest: Position(0), known: VecDeque::new() }
     }
 
+    /// The same, of a session that goes on at `from`, a position of the prompt.
+    #[must_use]
+    pub fn starting_at(mut self, from: Position) -> Self {
+        self.oldest = from;
+        self
+    }
+
     /// Takes in that `ids` were fed from `pos` on and answered: `answers` are the tail's tokens at
     /// the last `answers.len()` of these positions. A `pos` below the last one re-opens there.
     ///

@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use ringfence::ids::{Epoch, LayerRange, Position, SessionId, TokenId, View, WireEncoding};
 use ringfence::proto::codec::{DRAFT_TOKENS_MAX, TOP_TOKENS_MAX};
 use ringfence::proto::control::{
-    Control, Hello, Join, Neighbour, Offer, Open, Role, Sampling, SessionReport, StageReport, Want,
+    Control, Digests, Hello, Join, Kept, Neighbour, Offer, Open, Rebuild, Role, Sampling, SessionReport, StageReport,
+    Want,
 };
 use ringfence::proto::frame::{Answer, DraftBlock, Frame, FrameHead, Reply, Scores};
 
@@ -137,6 +138,7 @@ fn any_open() -> impl Strategy<Value = Control> {
                 sampling,
                 draft_block,
                 want,
+                resumes: reach % 2 == 1,
             })
         },
     )
@@ -172,13 +174,22 @@ fn any_report() -> impl Strategy<Value = Control> {
 }
 
 fn any_small() -> impl Strategy<Value = Control> {
-    (any::<[u64; 3]>(), text(), 0..12_u8).prop_map(|([a, b, c], reason, which)| {
+    (any::<[u64; 3]>(), text(), 0..16_u8).prop_map(|([a, b, c], reason, which)| {
         let (view, session) = (View(a), SessionId(b));
         match which {
             0 => Control::Refused { reason },
             1 => Control::Joined { view },
             2 => Control::JoinRefused { view, current: View(c), reason },
-            3 => Control::Opened { session },
+            3 => Control::Opened { view, session, kept: Some(Box::new(kept(c))) },
+            11 => Control::Rebuilt { view, session, next: Position(c as u32), outputs: digests(c) },
+            12 => Control::Replay {
+                session,
+                from: Position(0),
+                to: Position(c as u32 | 1),
+                answer_from: Position(a as u32),
+            },
+            13 => Control::ReplayFailed { view, session, reason },
+            14 => Control::Rebuild { session, rebuild: rebuild(a as u32, c as u32) },
             4 => Control::Failed { view, session, reason },
             5 => Control::Close { session, settled: Position(c as u32) },
             6 => Control::Cancel { session, below: Epoch(c as u32) },
@@ -189,6 +200,20 @@ fn any_small() -> impl Strategy<Value = Control> {
             _ => Control::NeighbourLost { view, peer: ringfence::ids::Node::random(), reason },
         }
     })
+}
+
+fn digests(seed: u64) -> Digests {
+    Digests { from: Position(seed as u32), list: vec![[seed as u8; 32]; (seed % 5) as usize] }
+}
+
+fn kept(seed: u64) -> Kept {
+    let at = Position(seed as u32);
+    Kept { next: at, ids: [seed as u8; 32], journal: (Position(1), at), inputs: digests(seed) }
+}
+
+fn rebuild(from: u32, history: u32) -> Rebuild {
+    let (from, history) = (Position(from.min(history)), Position(history));
+    Rebuild { from, history, forward_from: from, digests_from: Position(from.0 / 2) }
 }
 
 /// What a hostile or broken peer does to bytes.

@@ -89,6 +89,9 @@ impl Stage {
             prompt_len: 1,
             reach: 64,
             end: Position(64),
+            from: Position(0),
+            history: Position(0),
+            forward_from: Position(0),
             hold_for: Duration::from_secs(1),
             held_max: 64,
         });

@@ -138,6 +138,9 @@ impl Ring {
             prompt_len: case.prompt.len() as u32,
             reach: case.reach(),
             end: config.end(),
+            from: Position(0),
+            history: Position(0),
+            forward_from: Position(0),
             hold_for: far,
             held_max: HELD_FRAMES_MAX,
         };

@@ -9,6 +9,7 @@ use ringfence::coordinator::job::{Event, Finish, JobError, Mode, Serve, SubmitEr
 use ringfence::engine::cpu::CpuEngine;
 use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
 use ringfence::ids::{Position, SessionId, TokenId};
+use ringfence::node::journal::JournalConfig;
 use ringfence::node::serve::StageEvent;
 
 use crate::rig::{Rig, collect, engine, prompt, quick, ranges, request, start_stage, tiny};
@@ -37,7 +38,13 @@ async fn a_killed_stage_is_named_and_its_return_makes_the_ring_whole() {
         assert!(rig.coordinator.status().missing.unwrap().contains(&cut[lost].to_string()));
         let stage = Box::new(engine(&checkpoint, cut[lost]));
         let dial = Some(rig.coordinator_address.clone());
-        let stage = start_stage(&rig.network, rig.coordinator_peer, dial, stage, checkpoint.digest());
+        let stage = start_stage(
+            &rig.network,
+            rig.coordinator_peer,
+            dial,
+            (stage, JournalConfig::default()),
+            checkpoint.digest(),
+        );
         rig.ready().await;
         assert_eq!(rig.run(request(&prompt(20), 30, Mode::Pipelined)).await.tokens.len(), 30);
         let _ = stage.stop.send(true);

@@ -9,9 +9,9 @@ use ringfence::ids::TokenId;
 
 use crate::rig::{Rig, prompt, quick, ranges, request, warm};
 
-const NEW: u32 = 40;
+pub(crate) const NEW: u32 = 40;
 
-fn patient() -> CoordinatorSettings {
+pub(crate) fn patient() -> CoordinatorSettings {
     CoordinatorSettings { heal_wait: Duration::from_secs(30), prefill_chunk: 16, ..quick() }
 }
 
@@ -27,7 +27,7 @@ fn requests() -> Vec<Request> {
 }
 
 /// Reads tokens until `count` came.
-async fn read(job: &mut Job, count: usize) -> Vec<TokenId> {
+pub(crate) async fn read(job: &mut Job, count: usize) -> Vec<TokenId> {
     let mut tokens = Vec::new();
     while tokens.len() < count {
         match job.events.recv().await {
@@ -42,7 +42,7 @@ async fn read(job: &mut Job, count: usize) -> Vec<TokenId> {
 }
 
 /// Reads the rest behind `tokens`.
-async fn rest(mut job: Job, mut tokens: Vec<TokenId>) -> (Vec<TokenId>, u32) {
+pub(crate) async fn rest(mut job: Job, mut tokens: Vec<TokenId>) -> (Vec<TokenId>, u32) {
     loop {
         match job.events.recv().await {
             Some(Event::Token { index, token }) => {

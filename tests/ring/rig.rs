@@ -68,7 +68,7 @@ pub(crate) fn start_stage(
     network: &MemoryNetwork,
     coordinator: Node,
     dial: Option<Multiaddr>,
-    engine: Box<dyn Engine>,
+    (engine, journal): (Box<dyn Engine>, JournalConfig),
     digest: [u8; 32],
 ) -> Stage {
     let (link, events) = network.link();
@@ -84,9 +84,9 @@ pub(crate) fn start_stage(
         announce: Vec::new(),
         dial_scope: Scope::Public,
         spare: false,
+        journal,
         heartbeat: HEARTBEAT,
         dead_after: DEAD_AFTER,
-        journal: JournalConfig::default(),
     };
     let task = tokio::spawn(async move { serve(parts, &settings).await });
     Stage { peer, address, stop, events: told, task }
@@ -166,12 +166,26 @@ impl Rig {
         Self::logged(network, cut, settings, (wrap, None)).await
     }
 
+    /// Stages that journal so much.
+    pub(crate) async fn journaling(cut: &[LayerRange], settings: CoordinatorSettings, journal: JournalConfig) -> Self {
+        Self::made(MemoryNetwork::new(), cut, settings, (&|engine| Box::new(engine), None, journal)).await
+    }
+
     /// The same with a log.
     pub(crate) async fn logged(
         network: MemoryNetwork,
         cut: &[LayerRange],
         settings: CoordinatorSettings,
         (wrap, log): (Wrap<'_>, Option<Log>),
+    ) -> Self {
+        Self::made(network, cut, settings, (wrap, log, JournalConfig::default())).await
+    }
+
+    async fn made(
+        network: MemoryNetwork,
+        cut: &[LayerRange],
+        settings: CoordinatorSettings,
+        (wrap, log, journal): (Wrap<'_>, Option<Log>, JournalConfig),
     ) -> Self {
         // Shown where a test fails.
         let _ = tracing_subscriber::fmt().with_test_writer().with_max_level(tracing::Level::INFO).try_init();
@@ -181,7 +195,10 @@ impl Rig {
         let digest = checkpoint.digest();
         let stages: Vec<Stage> = cut
             .iter()
-            .map(|range| start_stage(&network, coordinator_peer, None, wrap(engine(&checkpoint, *range)), digest))
+            .map(|range| {
+                let made = (wrap(engine(&checkpoint, *range)), journal.clone());
+                start_stage(&network, coordinator_peer, None, made, digest)
+            })
             .collect();
         let settings = CoordinatorSettings {
             stages: stages.iter().map(|stage| stage.address.clone()).collect(),
@@ -218,10 +235,14 @@ impl Rig {
 
     /// Adds a stage that dials in.
     pub(crate) fn add(&mut self, range: LayerRange) {
-        let checkpoint = tiny();
-        let engine = Box::new(engine(&checkpoint, range));
+        self.add_with(Box::new(engine(&tiny(), range)));
+    }
+
+    /// Adds a stage with this engine, which dials in.
+    pub(crate) fn add_with(&mut self, engine: Box<dyn Engine>) {
         let dial = Some(self.coordinator_address.clone());
-        let stage = start_stage(&self.network, self.coordinator_peer, dial, engine, checkpoint.digest());
+        let made = (engine, JournalConfig::default());
+        let stage = start_stage(&self.network, self.coordinator_peer, dial, made, tiny().digest());
         self.stages.push(stage);
     }
 

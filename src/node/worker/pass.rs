@@ -8,6 +8,7 @@ use crate::engine::{Chunk, Engine, Output};
 use crate::ids::SessionId;
 use crate::node::session::{Session, Work};
 use crate::proto::codec;
+use crate::proto::control::Open;
 
 /// The engine and the space that its passes need.
 pub(super) struct Desk {
@@ -19,6 +20,15 @@ pub(super) struct Desk {
 impl Desk {
     pub(super) fn new(engine: Box<dyn Engine>) -> Self {
         Self { engine, hidden: Vec::new(), output: Output::default() }
+    }
+
+    /// Bytes of a position that comes to this stage in a session; 0 at the head, where ids come alone.
+    pub(super) fn input_bytes(&self, open: &Open) -> usize {
+        let facts = self.engine.facts();
+        if facts.is_head() {
+            return 0;
+        }
+        open.encoding_at(facts.range.lo()).position_bytes(facts.hc, facts.dim)
     }
 
     /// Bodies for the next hop, one per frame.

@@ -14,6 +14,7 @@ use crate::clock;
 use crate::engine::Engine;
 use crate::ids::Node;
 use crate::node::counters::Counters;
+use crate::node::journal::Journals;
 use crate::node::worker::{INPUTS_MAX, Input, Pass, Worker};
 use crate::transport::{Lane, Link, LinkError};
 
@@ -21,6 +22,8 @@ use crate::transport::{Lane, Link, LinkError};
 pub struct WorkerParts {
     /// The engine, owned by the worker from here on.
     pub engine: Box<dyn Engine>,
+    /// What it sends is kept here, too.
+    pub journals: Journals,
     /// Where results go.
     pub link: Arc<dyn Link>,
     /// Runtime on which a full send queue is waited for.
@@ -51,10 +54,10 @@ pub fn start(parts: WorkerParts) -> std::io::Result<Started> {
     let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
         // Dropped however the thread ends, also by a panic.
         let _alive = alive;
-        let WorkerParts { engine, link, runtime, counters, max_sessions } = parts;
+        let WorkerParts { engine, journals, link, runtime, counters, max_sessions } = parts;
         // Links use the runtime's timers.
         let _entered = runtime.enter();
-        let worker = Worker::new(engine, counters, max_sessions);
+        let worker = Worker::new(engine, journals, counters, max_sessions);
         Driver { worker, link, runtime: runtime.clone(), inputs: receiver }.run();
     })?;
     Ok(Started { inputs, ended, thread })

@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use super::{CONTROL_BYTES_MAX, DRAFT_TOKENS_MAX, DecodeError, EncodeError, TOP_TOKENS_MAX};
 use crate::proto::codec::read::Reader;
-use crate::proto::control::{Control, Join, Offer, Open, PROTOCOL_VERSION, Sampling, StageReport};
+use crate::proto::control::{Control, Join, Offer, Open, PROTOCOL_VERSION, Rebuild, Sampling, StageReport};
 
 /// First bytes of every control message.
 pub const CONTROL_MAGIC: [u8; 4] = *b"RFCT";
@@ -26,6 +26,8 @@ pub const ADDRESSES_MAX: usize = 16;
 const ENCODINGS_MAX: usize = 8;
 /// Most boundaries of a session.
 const BOUNDARIES_MAX: usize = 1024;
+/// Most digests in a message.
+pub const DIGESTS_MAX: usize = 16_384;
 /// Most sessions in a report.
 pub const SESSIONS_MAX: usize = 4096;
 /// Highest temperature.
@@ -94,13 +96,18 @@ fn check(message: &Control) -> Result<(), DecodeError> {
         Control::Refused { reason }
         | Control::JoinRefused { reason, .. }
         | Control::Failed { reason, .. }
+        | Control::ReplayFailed { reason, .. }
         | Control::NeighbourLost { reason, .. } => text("reason", reason),
         Control::Offer(offer) => check_offer(offer),
         Control::Join(join) => check_join(join),
         Control::Open(open) => check_open(open),
         Control::Report { report, .. } => check_report(report),
+        Control::Opened { kept: Some(kept), .. } => count("kept.inputs", kept.inputs.list.len(), DIGESTS_MAX),
+        Control::Rebuilt { outputs, .. } => count("rebuilt.outputs", outputs.list.len(), DIGESTS_MAX),
+        Control::Rebuild { rebuild, .. } => check_rebuild(rebuild),
+        Control::Replay { from, to, .. } => in_range("replay.to", to, from < to, "above replay.from"),
         Control::Joined { .. }
-        | Control::Opened { .. }
+        | Control::Opened { kept: None, .. }
         | Control::Close { .. }
         | Control::Closed { .. }
         | Control::Cancel { .. }
@@ -136,6 +143,12 @@ fn check_open(open: &Open) -> Result<(), DecodeError> {
     at_most("open.draft_block", u64::from(open.draft_block), u64::from(DRAFT_TOKENS_MAX))?;
     at_most("open.want.scores", u64::from(open.want.scores.unwrap_or(0)), u64::from(TOP_TOKENS_MAX))?;
     check_sampling(&open.sampling)
+}
+
+fn check_rebuild(rebuild: &Rebuild) -> Result<(), DecodeError> {
+    let Rebuild { from, history, forward_from, .. } = *rebuild;
+    in_range("rebuild.from", from, from <= history, "at most rebuild.history")?;
+    in_range("rebuild.forward_from", forward_from, forward_from <= history, "at most rebuild.history")
 }
 
 fn check_sampling(sampling: &Sampling) -> Result<(), DecodeError> {

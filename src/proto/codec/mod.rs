@@ -9,7 +9,8 @@ mod data;
 mod read;
 
 pub use control::{
-    ADDRESSES_MAX, CONTROL_HEADER_BYTES, CONTROL_MAGIC, SESSIONS_MAX, bounded_reason, decode_control, encode_control,
+    ADDRESSES_MAX, CONTROL_HEADER_BYTES, CONTROL_MAGIC, DIGESTS_MAX, SESSIONS_MAX, bounded_reason, decode_control,
+    encode_control,
 };
 pub use data::{
     DATA_MAGIC, Data, FRAME_HEADER_BYTES, FrameBuffer, REPLY_HEADER_BYTES, decode_data, encode_frame, encode_reply,

@@ -32,6 +32,12 @@ pub struct FenceConfig {
     pub reach: u32,
     /// One past the last position of the session.
     pub end: Position,
+    /// The first position that comes: what is below is in the stage's state.
+    pub from: Position,
+    /// Positions below are history: they are never re-opened, so no reach bounds them.
+    pub history: Position,
+    /// Results below it are kept and not forwarded: the next stage has them.
+    pub forward_from: Position,
     /// How long a frame waits for a missing one in front of it.
     pub hold_for: Duration,
     /// Frames that wait, at most, whether for a missing one or for the engine.
@@ -68,6 +74,8 @@ pub enum DropReason {
 pub enum Forward {
     /// It is still wanted.
     Yes,
+    /// It is true, and the next stage has it.
+    Keep,
     /// Its epoch died while it was computed.
     No,
 }
@@ -149,16 +157,16 @@ pub struct Fence<T> {
 }
 
 impl<T> Fence<T> {
-    /// A session's fence before its first frame: epoch 0, position 0.
+    /// A session's fence before its first frame: epoch 0, which starts at position 0.
     #[must_use]
     pub fn new(config: FenceConfig) -> Self {
         Self {
             config,
             epoch: Epoch(0),
             start: Position(0),
-            next: Position(0),
-            handed: Position(0),
-            ready: Position(0),
+            next: config.from,
+            handed: config.from,
+            ready: config.from,
             settled: Position(0),
             cancelled_below: Epoch(0),
             waiting: BTreeMap::new(),
@@ -222,8 +230,22 @@ impl<T> Fence<T> {
         if self.dead(head).is_some() {
             return Forward::No;
         }
+        if self.next <= self.config.forward_from {
+            return Forward::Keep;
+        }
         self.counters.forwarded += 1;
         Forward::Yes
+    }
+
+    /// Takes in that so many frames of the history were sent to the next stage once more.
+    pub fn handle_replayed(&mut self, frames: u64) {
+        self.counters.forwarded += frames;
+    }
+
+    /// Positions below are history.
+    #[must_use]
+    pub fn history(&self) -> Position {
+        self.config.history
     }
 
     /// When [`Self::handle_timeout`] is due and why.
@@ -321,7 +343,8 @@ impl<T> Fence<T> {
         if pos < settled {
             return Err(FenceError::Settled { session, pos, settled });
         }
-        if frame_end - u64::from(settled.0) > u64::from(reach) {
+        let history = frame_end <= u64::from(self.config.history.0);
+        if !history && frame_end - u64::from(settled.0) > u64::from(reach) {
             return Err(FenceError::Reach { session, pos, len, settled, reach });
         }
         if epoch == self.epoch && start != self.start {

@@ -12,6 +12,9 @@ fn fence() -> Fence<TokenId> {
         prompt_len: 2,
         reach: 8,
         end: Position(40),
+        from: Position(0),
+        history: Position(0),
+        forward_from: Position(0),
         hold_for: HOLD,
         held_max: 6,
     })

@@ -264,6 +264,14 @@ impl Round {
         })
     }
 
+    /// Goes on at `from`, a position of the prompt: what is below is in every stage's state. Before the first
+    /// frame only; at the prompt's last position at most, which is always asked.
+    pub fn skip_to(&mut self, from: Position) {
+        debug_assert!(self.prompt_sent == 0 && from.0 < self.config.prompt_len(), "nothing is sent yet");
+        self.prompt_sent = from.0;
+        self.settled = from;
+    }
+
     /// Takes in that the caller wants nothing more: a stop string came, or the client is gone.
     ///
     /// Commits that were judged before still go out, then the end; no further frame does.
