@@ -261,8 +261,11 @@ mod tests {
         let (ids, payload) = counted(4, &alive);
         let second = payload.as_ptr();
         runs.push(4, &ids, payload);
-        runs.drop_runs_below(6);
+        runs.drop_runs_below(3);
+        assert_eq!((runs.first(), runs.end(), alive.load(Ordering::Relaxed)), (0, 8, 2));
+        runs.drop_runs_below(4);
         assert_eq!((runs.first(), runs.end(), alive.load(Ordering::Relaxed)), (4, 8, 1));
+        runs.drop_runs_below(6);
         assert_eq!(runs.payload(4, 8).as_ptr(), second);
     }
 }

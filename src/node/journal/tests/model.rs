@@ -161,7 +161,10 @@ impl Rig {
             return assert!(matches!(read, Err(JournalError::NotCovered { .. })), "{from}..{to} of {first}..{end}");
         }
         let pieces = match read {
-            Err(JournalError::File { .. }) if self.faulty => return,
+            Err(JournalError::File { .. }) if self.faulty => {
+                self.forget();
+                return;
+            }
             read => read.unwrap(),
         };
         let mut pos = from;
@@ -176,7 +179,10 @@ impl Rig {
         }
         assert_eq!(pos, to.max(from));
         let digests = match self.journals.digests(session, Position(from), Position(to)) {
-            Err(JournalError::File { .. }) if self.faulty => return,
+            Err(JournalError::File { .. }) if self.faulty => {
+                self.forget();
+                return;
+            }
             digests => digests.unwrap(),
         };
         let expected = plain.rows[(from - plain.first) as usize..(to - plain.first) as usize].iter().zip(from..);
@@ -194,6 +200,21 @@ impl Rig {
             assert_eq!(stats.file_bytes, 0);
         }
         let wanted: u64 = self.plain.values().map(|plain| plain.cost(self.spills)).sum();
+        let (forgotten, most) = self.forget();
+        if forgotten > 0 && !self.faulty {
+            assert!(wanted > self.budget, "{forgotten} positions forgotten though there was room");
+            assert!(held + most > self.budget, "{held} bytes stay of {}: too many were forgotten", self.budget);
+        }
+        for id in 0..SESSIONS {
+            let (first, end) = span(&self.journals, SessionId(id));
+            if first < end {
+                self.read(id, first, end, 5);
+            }
+        }
+    }
+
+    /// Forgets what the journals forgot, which is the oldest: how many positions, and what one of them costs.
+    fn forget(&mut self) -> (u64, u64) {
         let mut forgotten = 0;
         let mut most = 0;
         for (id, plain) in &mut self.plain {
@@ -211,17 +232,8 @@ impl Rig {
             }
         }
         self.evicted += forgotten;
-        assert_eq!(stats.evicted_positions, self.evicted);
-        if forgotten > 0 && !self.faulty {
-            assert!(wanted > self.budget, "{forgotten} positions forgotten though there was room");
-            assert!(held + most > self.budget, "{held} bytes stay of {}: too many were forgotten", self.budget);
-        }
-        for id in 0..SESSIONS {
-            let (first, end) = span(&self.journals, SessionId(id));
-            if first < end {
-                self.read(id, first, end, 5);
-            }
-        }
+        assert_eq!(self.journals.stats().evicted_positions, self.evicted);
+        (forgotten, most)
     }
 }
 
