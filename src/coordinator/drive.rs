@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::coordinator::handle::Command;
 use crate::coordinator::job::{Client, Event, Finish, JobError, Mode, Request};
-use crate::coordinator::localize::blame;
 use crate::coordinator::log::record::Ended;
 use crate::coordinator::run::Shell;
 use crate::coordinator::session::{Arithmetic, CLOSE_DEADLINE, LOCALIZE_DEADLINE, Opening, Phase, Readers, Session};
+use crate::heal::decide::{Evidence, Lost};
 use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
@@ -395,17 +395,8 @@ impl Shell {
     fn judge(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
         let Phase::Localizing { waited, .. } = session.phase else { return };
-        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-        let tail = session.ring.last().copied();
-        let (peer, range, why) = match (blame(&session.ring, &session.probes, id, session.frames_sent), tail) {
-            (Some(blame), _) => (blame.peer, blame.range, format!("no reply for {waited_ms} ms; {}", blame.why)),
-            (None, Some((peer, range))) => {
-                let why = format!("no reply for {waited_ms} ms; every stage passed on what it received");
-                (peer, range, why)
-            }
-            (None, None) => return,
-        };
-        self.ring.handle_fault(peer, &why, clock::now());
+        let evidence = Evidence::Overdue { session: id, sent: session.frames_sent, waited, reports: &session.probes };
+        let Some(Lost { peer, range, why }) = self.ring.handle_overdue(&evidence, clock::now()) else { return };
         // The ring counts as broken before its readers hear of it, and parks the session.
         self.drain_ring();
         if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Localizing { .. })) {

@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use crate::coordinator::plan::{Candidate, plan};
+use crate::heal::decide::{Decision, Evidence, Lost, Next, Policy, RingView, decide};
+use crate::heal::tiling::{Candidate, plan};
 use crate::ids::{LayerRange, Node, View};
 use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
 
@@ -229,8 +230,12 @@ impl Ring {
 
     /// A stage is gone.
     pub fn handle_gone(&mut self, peer: Node, why: &str, now: Instant) {
-        let Some(member) = self.members.remove(&peer) else { return };
-        self.breaks(peer, member.offer.range, why.to_owned(), now);
+        if !self.members.contains_key(&peer) {
+            return;
+        }
+        let decision = self.decide(&Evidence::Gone { peer, why }, now);
+        self.members.remove(&peer);
+        self.carry_out(decision, now);
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
         }
@@ -244,13 +249,50 @@ impl Ring {
         self.handle_fault(lost, &format!("a neighbour lost it: {why}"), now);
     }
 
-    /// A stage failed every session it was given, or stopped moving frames: the view is given up.
+    /// A stage answers, and does not do its part: the view is given up.
     pub fn handle_fault(&mut self, peer: Node, why: &str, now: Instant) {
-        let Some(member) = self.members.get_mut(&peer) else { return };
-        member.faulted = true;
-        let range = member.offer.range;
-        self.breaks(peer, range, why.to_owned(), now);
-        self.replace(now);
+        let decision = self.decide(&Evidence::Fault { peer, why }, now);
+        if let Some(member) = self.members.get_mut(&peer) {
+            member.faulted = true;
+        }
+        self.carry_out(decision, now);
+    }
+
+    /// A reply is overdue, and the stages said how far the frames came: gives the stage to blame.
+    pub fn handle_overdue(&mut self, evidence: &Evidence<'_>, now: Instant) -> Option<Lost> {
+        let decision = self.decide(evidence, now);
+        let lost = decision.lost.clone();
+        if let Some(member) = lost.as_ref().and_then(|lost| self.members.get_mut(&lost.peer)) {
+            member.faulted = true;
+        }
+        self.carry_out(decision, now);
+        lost
+    }
+
+    fn decide(&self, evidence: &Evidence<'_>, now: Instant) -> Decision {
+        let peers: &[Node] = match &self.state {
+            State::Joining { ring, .. } | State::Whole { ring } => ring,
+            State::Waiting { .. } | State::Superseded { .. } => &[],
+        };
+        let range = |peer: &Node| Some((*peer, self.members.get(peer)?.offer.range));
+        let ring: Vec<(Node, LayerRange)> = peers.iter().filter_map(range).collect();
+        let view = RingView { layers: self.layers, ring: &ring, candidates: &self.candidates() };
+        decide(&view, evidence, &Policy { retry_after: RETRY_AFTER }, now)
+    }
+
+    fn carry_out(&mut self, Decision { lost, next }: Decision, now: Instant) {
+        let Some(Lost { peer, range, why }) = lost else { return };
+        self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
+        let retry = match next {
+            Next::Retry(at) => Some(at),
+            Next::Join(_) | Next::Wait { .. } | Next::GoOn => Some(now + RETRY_AFTER),
+        };
+        self.wait(format!("stage {range} ({peer}) was lost: {why}"), retry);
+        match next {
+            Next::Join(ring) => self.join(ring, now),
+            Next::Wait { why } => self.wait(why, None),
+            Next::Retry(_) | Next::GoOn => {}
+        }
     }
 
     /// A member has joined.
@@ -278,30 +320,20 @@ impl Ring {
                 "{name} obeys a view above this coordinator's: {reason}; \
                  another coordinator leads the ring, and this one stops serving"
             );
-            if let Some(range) = range {
-                self.breaks(peer, range, why.clone(), now);
-            }
+            let decision = self.decide(&Evidence::Fault { peer, why: &why }, now);
+            self.carry_out(Decision { next: Next::GoOn, ..decision }, now);
             self.wait(why.clone(), None);
             self.state = State::Superseded { why };
             return;
         }
         if current == view {
-            self.blame_hop(peer);
-        }
-        self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
-    }
-
-    /// A member of the view can't reach its successor: another stage goes first in the successor's place,
-    /// or, once that place has changed hands in vain, in its own.
-    fn blame_hop(&mut self, from: Node) {
-        let State::Joining { ring, .. } = &self.state else { return };
-        let to = ring.iter().skip_while(|peer| **peer != from).nth(1).copied();
-        for peer in to.into_iter().chain([from]) {
-            if let Some(member) = self.members.get_mut(&peer).filter(|member| !member.faulted) {
+            // One of the two loses its place when the view is tried again.
+            let lost = self.decide(&Evidence::Unreachable { from: peer }, now).lost;
+            if let Some(member) = lost.and_then(|lost| self.members.get_mut(&lost.peer)) {
                 member.faulted = true;
-                return;
             }
         }
+        self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }
 
     /// A stage finishes what is open and takes nothing new.
@@ -322,27 +354,6 @@ impl Ring {
     pub fn handle_suspect(&mut self, peer: Node, suspect: bool) {
         if let Some(member) = self.members.get_mut(&peer) {
             member.suspect = suspect;
-        }
-    }
-
-    fn breaks(&mut self, peer: Node, range: LayerRange, why: String, now: Instant) {
-        let held = match &self.state {
-            State::Joining { ring, .. } | State::Whole { ring } => ring.contains(&peer),
-            State::Waiting { .. } | State::Superseded { .. } => false,
-        };
-        if held {
-            self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
-            self.wait(format!("stage {range} ({peer}) was lost: {why}"), Some(now + RETRY_AFTER));
-        }
-    }
-
-    /// After a break: a spare takes the place at once; a stage that answers and failed gets a pause.
-    fn replace(&mut self, now: Instant) {
-        if matches!(self.state, State::Waiting { .. })
-            && let Ok(ring) = plan(self.layers, &self.candidates())
-            && ring.iter().all(|candidate| !candidate.faulted)
-        {
-            self.join(ring.iter().map(|member| member.peer).collect(), now);
         }
     }
 

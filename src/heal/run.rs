@@ -354,3 +354,6 @@ impl Digests {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -173,8 +173,9 @@ fn frames_wait_for_credit_and_replies_do_not() {
         rig.frame(n, 96);
     }
     assert!(rig.poll().is_pending());
-    // Much of the window is used by the second: its credit is asked back.
-    let mut sent = vec![body(0, 0, 96), body(ASKED, 1, 96)];
+    // Where two fit, the credit of each is asked back at once.
+    // Where two fit, the credit of each is asked back at once.
+    let mut sent = vec![body(ASKED, 0, 96), body(ASKED, 1, 96)];
     assert_eq!(rig.lanes[0].bodies(), sent);
     rig.reply(9);
     assert!(rig.poll().is_pending());
