@@ -24,6 +24,7 @@ use super::control::Outgoing;
 use super::handler::Part;
 use super::lane::{LaneReader, Place, chain};
 use super::lines::{End, Heard, Line, hear_returns};
+use super::readers::Readers;
 use super::settle::{Settled, too_many};
 use super::spread::Outflow;
 
@@ -150,7 +151,6 @@ impl Connection {
 
         let (reading, stop_reading) = watch::channel(());
         let (count, heard) = watch::channel(0);
-        let mut readers = JoinSet::new();
         let line = |heard| Line {
             peer: node,
             events: self.events.clone(),
@@ -158,11 +158,11 @@ impl Connection {
             outflow: Arc::clone(&outflow),
             heard,
         };
-        readers.spawn(line(Heard::Count(count)).read(control_in, stop_reading.clone()));
-        for lane in data_in {
-            readers.spawn(line(Heard::Await(heard.clone())).read(lane, stop_reading.clone()));
-        }
-        let lanes = readers.len() as u64 - 1;
+        let lanes = data_in.len() as u64;
+        let control_in = line(Heard::Count(count)).read(control_in, stop_reading.clone());
+        let data_in =
+            data_in.into_iter().map(|lane| line(Heard::Await(heard.clone())).read(lane, stop_reading.clone()));
+        let mut readers = Readers::start(control_in, data_in.collect());
         let mut writers = JoinSet::new();
         let returns = Arc::clone(&inflow);
         writers.spawn(async move { control_out.run(&mut control_queue, &returns).await });
@@ -206,7 +206,7 @@ impl Connection {
     /// Waits until something ends the connection.
     async fn watch(
         &mut self,
-        readers: &mut JoinSet<End>,
+        readers: &mut Readers,
         writers: &mut JoinSet<std::io::Result<()>>,
         mut stop: oneshot::Receiver<Stop>,
         lanes: u64,
@@ -217,7 +217,7 @@ impl Connection {
             biased;
             // The registry drops a handle only when it hands on its successor or the stop itself.
             stop = &mut stop => stop.unwrap_or_else(|_| broken("the link is gone".to_owned())),
-            Some(end) = readers.join_next() => match end {
+            Some(end) = readers.next() => match end {
                 Ok(End::Farewell(reason)) => {
                     self.drain(readers).await;
                     broken(closed_by_peer(&reason))
@@ -247,10 +247,10 @@ impl Connection {
 
     /// Lets the lanes bring what they still carry, for as long as a farewell may take, and gives
     /// what they know of the end: a farewell rather than an error.
-    async fn drain(&self, readers: &mut JoinSet<End>) -> Option<String> {
+    async fn drain(&self, readers: &mut Readers) -> Option<String> {
         let (mut farewell, mut error) = (None, None);
         let drained = timeout(self.shared.settings.close_grace, async {
-            while let Some(end) = readers.join_next().await {
+            while let Some(end) = readers.next().await {
                 match end {
                     Ok(End::Farewell(reason)) => farewell = farewell.take().or(Some(closed_by_peer(&reason))),
                     Ok(End::Error(why)) => error = error.take().or(Some(why)),
@@ -270,9 +270,9 @@ pub(super) fn closed_by_peer(reason: &str) -> String {
 }
 
 /// Waits until nothing is read any more, and gives the control lane back if it can be read on.
-async fn stopped(readers: &mut JoinSet<End>) -> Option<Box<LaneReader<Stream>>> {
+async fn stopped(readers: &mut Readers) -> Option<Box<LaneReader<Stream>>> {
     let mut control = None;
-    while let Some(end) = readers.join_next().await {
+    while let Some(end) = readers.next().await {
         if let Ok(End::Stopped(lane)) = end
             && lane.place() == Place::Control
         {

@@ -17,6 +17,7 @@ use crate::clock;
 use crate::ids::Node;
 
 /// How a lane ended.
+#[derive(Debug)]
 pub(super) enum End {
     Farewell(String),
     Error(String),

@@ -19,6 +19,7 @@ mod handler;
 mod lane;
 mod lines;
 mod note;
+mod readers;
 mod registry;
 mod settle;
 mod spread;
