@@ -18,6 +18,7 @@
 //! | `transport.rs`  | all listeners and dials, as libp2p wants them                         |
 //! | `muxer.rs`      | one connection                                                        |
 //! | `stream.rs`     | one stream, and the priority that its protocol has                    |
+//! | `lend.rs`       | bytes that a stream may take without a copy                           |
 //! | `book.rs`       | what the paths of live connections are like                           |
 //!
 //! It speaks what libp2p's QUIC transport speaks (QUIC version 1, the `libp2p` ALPN, the libp2p TLS
@@ -26,6 +27,7 @@
 mod addr;
 mod book;
 mod congestion;
+mod lend;
 mod listener;
 mod muxer;
 mod punch;
@@ -43,6 +45,7 @@ use std::net::SocketAddr;
 use libp2p::PeerId;
 
 pub use book::{PathBook, PathStats};
+pub(crate) use lend::lend;
 pub use muxer::Muxer;
 pub use settings::{AckFrequency, Congestion, PathSettingError, PathSettings};
 pub use stream::Stream;

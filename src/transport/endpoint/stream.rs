@@ -12,13 +12,15 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use futures::{AsyncRead, AsyncWrite};
+
+use super::lend::borrowed;
 
 /// Bytes that are looked at for a name, from the first on.
 const LOOK_MAX: usize = 256;
 
-/// Bytes of several buffers that are taken in one write.
+/// Bytes that are copied out of several buffers in one write.
 const GATHER_MAX: usize = 64 << 10;
 
 /// What multistream-select says before any name.
@@ -70,6 +72,9 @@ impl AsyncRead for Stream {
 
 impl AsyncWrite for Stream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        if self.lookout.is_none() && borrowed(buf).is_some() {
+            return self.poll_write_vectored(cx, &[IoSlice::new(buf)]);
+        }
         self.look(buf);
         let written = Pin::new(&mut self.send).poll_write(cx, buf).map_err(io::Error::from);
         if let (Some(lookout), Poll::Ready(Ok(bytes))) = (&mut self.lookout, &written) {
@@ -79,7 +84,8 @@ impl AsyncWrite for Stream {
     }
 
     /// Takes several buffers as one write, so that a prefix and what it announces leave together.
-    /// They are put together in what QUIC keeps until it is acknowledged: that is the only copy.
+    /// What is [lent](super::lend) is taken as it is; the rest is copied once, into what QUIC keeps
+    /// until it is acknowledged.
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -87,18 +93,12 @@ impl AsyncWrite for Stream {
     ) -> Poll<io::Result<usize>> {
         let mut filled = buffers.iter().filter(|buffer| !buffer.is_empty());
         let (first, several) = (filled.next(), filled.next().is_some());
-        if self.lookout.is_some() || !several {
-            return self.poll_write(cx, first.map_or(&[], |first| first));
+        let first = first.map_or(&[][..], |first| first);
+        if self.lookout.is_some() || (!several && borrowed(first).is_none()) {
+            return self.poll_write(cx, first);
         }
-        let bytes: usize = buffers.iter().map(|buffer| buffer.len()).sum();
-        let mut gathered = BytesMut::with_capacity(bytes.min(GATHER_MAX));
-        for buffer in buffers {
-            let room = GATHER_MAX - gathered.len();
-            gathered.extend_from_slice(buffer.get(..room).unwrap_or(buffer));
-        }
-        let mut chunks = [gathered.freeze()];
         // It waits for room or writes, and keeps nothing in between.
-        let written = ready!(pin!(self.send.write_chunks(&mut chunks)).poll(cx));
+        let written = ready!(pin!(self.send.write_chunks(&mut gathered(buffers))).poll(cx));
         Poll::Ready(written.map(|written| written.bytes).map_err(io::Error::from))
     }
 
@@ -114,6 +114,32 @@ impl AsyncWrite for Stream {
         }
         Poll::Ready(Ok(()))
     }
+}
+
+/// Buffers as QUIC keeps them: neighbours in one piece, up to [`GATHER_MAX`], and what is lent by itself.
+fn gathered(buffers: &[IoSlice<'_>]) -> Vec<Bytes> {
+    let mut chunks = Vec::with_capacity(2);
+    let mut copied = BytesMut::new();
+    let mut room = GATHER_MAX;
+    for buffer in buffers {
+        if let Some(whole) = borrowed(buffer) {
+            if !copied.is_empty() {
+                chunks.push(copied.split().freeze());
+            }
+            chunks.push(whole);
+            continue;
+        }
+        let near = buffer.get(..room).unwrap_or(buffer);
+        room -= near.len();
+        copied.extend_from_slice(near);
+        if near.len() < buffer.len() {
+            break;
+        }
+    }
+    if !copied.is_empty() {
+        chunks.push(copied.freeze());
+    }
+    chunks
 }
 
 /// Looks for the name of the protocol in the first bytes that are written.
@@ -192,7 +218,26 @@ fn whole(length: usize, rest: &[u8]) -> Result<Option<Parted<'_>>, NoMessage> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::lend;
     use super::*;
+
+    #[test]
+    fn what_is_lent_is_kept_and_the_rest_is_put_together() {
+        let body = Bytes::from(vec![7; 100_000]);
+        let (head, tail) = (Bytes::from(vec![1; 4]), Bytes::from(vec![2; GATHER_MAX]));
+        let slices = |parts: &[&Bytes]| gathered(&parts.iter().map(|part| IoSlice::new(part)).collect::<Vec<_>>());
+        let chunks = lend(&body, || slices(&[&head, &head, &body, &tail, &head]));
+        assert_eq!(
+            chunks.iter().map(Bytes::len).collect::<Vec<_>>(),
+            [8, 100_000, GATHER_MAX - 8],
+            "whole up to a bound"
+        );
+        assert_eq!(chunks[1].as_ptr(), body.as_ptr());
+        assert_eq!((&chunks[0][..], chunks[2][0]), (&[1; 8][..], 2));
+        let copied = slices(&[&head, &body]);
+        assert_eq!(copied.iter().map(Bytes::len).collect::<Vec<_>>(), [GATHER_MAX]);
+        assert_eq!((&copied[0][..4], copied[0][4]), (&[1; 4][..], 7));
+    }
 
     fn lookout() -> Lookout {
         let priorities = [("/ringfence/control/".to_owned(), 7), ("/b".to_owned(), -3)];

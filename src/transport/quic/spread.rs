@@ -16,6 +16,7 @@ use futures::task::AtomicWaker;
 use tokio::sync::mpsc;
 
 use super::super::credit::{Credit, CreditError, HopStats, Return, cost};
+use super::super::endpoint::lend;
 use super::control::Outgoing;
 use super::lane::{ASKED, PREFIX, REPLY};
 use super::note::Note;
@@ -233,7 +234,8 @@ impl<S: AsyncWrite + Unpin> LaneOut<S> {
             let head = &self.head[self.at..self.end];
             let both = [IoSlice::new(head), IoSlice::new(&self.body)];
             let slices = if head.is_empty() { &both[1..] } else { &both };
-            let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, slices))?;
+            let write = || Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+            let written = ready!(lend(&self.body, write))?;
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
@@ -241,7 +243,7 @@ impl<S: AsyncWrite + Unpin> LaneOut<S> {
             self.at += of_head;
             self.body.advance(written - of_head);
         }
-        // Free for the buffer's owner.
+        // The connection alone keeps it from here on.
         self.body = Bytes::new();
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
         self.busy = false;
