@@ -73,6 +73,19 @@ fn the_session_that_holds_most_spills_first() {
 }
 
 #[test]
+fn of_a_frame_that_is_settled_in_part_only_that_part_spills() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut journals = spilling(folder.path(), None);
+    put(&mut journals, A, 0, 8);
+    journals.settle(A, Position(3));
+    put(&mut journals, A, 8, 3);
+    assert_eq!((span(&journals, A), journals.stats().file_bytes), ((0, 11), 256 + 3 * (EACH as u64 + 4)));
+    // Nothing else may go to the file, so what is too much is forgotten, and with it what is in front.
+    put(&mut journals, A, 11, 4);
+    assert_eq!((span(&journals, A), journals.stats().file_bytes), ((5, 15), 0));
+}
+
+#[test]
 fn a_session_that_can_t_spill_forgets_only_what_is_too_much() {
     let mut journals = journals(10 * COST, None, None);
     journals.open(A, EACH, 2);
