@@ -30,8 +30,9 @@ pub struct StageSettings {
     pub spare: bool,
     /// Pause between heartbeats to every peer. Default 300 ms; three missed make a peer suspect.
     pub heartbeat: Duration,
-    /// Silence after which a peer is dead and cut off. Default 3 s; larger finds a dead one later,
-    /// smaller takes a slow path for one.
+    /// Silence after which a peer is dead and cut off. Default 1.8 s; larger finds a dead one later,
+    /// smaller takes a slow path for one. Where answers take longer than a heartbeat's pause, that much
+    /// is added, at most as much again.
     pub dead_after: Duration,
     /// The journal of what it sent, for a successor's replacement. Default 256 MiB in memory, no files.
     pub journal: JournalConfig,
@@ -41,7 +42,7 @@ pub struct StageSettings {
 pub const HEARTBEAT: Duration = Duration::from_millis(300);
 
 /// Default silence after which a peer is dead.
-pub const DEAD_AFTER: Duration = Duration::from_secs(3);
+pub const DEAD_AFTER: Duration = Duration::from_millis(1_800);
 
 /// MiB that a stage's journal has in memory by default.
 pub const JOURNAL_MIB: u32 = 256;
@@ -83,7 +84,7 @@ pub struct CoordinatorSettings {
     pub reattach: Duration,
     /// Pause between heartbeats to a stage. Default 300 ms; three missed make a stage suspect.
     pub heartbeat: Duration,
-    /// Silence after which a stage counts as dead. Default 3 s.
+    /// Silence after which a stage counts as dead, as of [`StageSettings::dead_after`]. Default 1.8 s.
     pub dead_after: Duration,
     /// Pause between probe tokens on an idle ring. Default 2 s.
     pub probe_every: Duration,

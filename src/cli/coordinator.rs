@@ -13,7 +13,7 @@ use crate::api;
 use crate::cli::console::{self, Failure};
 use crate::cli::seconds;
 use crate::cli::stage::stop_on_signal;
-use crate::config::{Admit, CoordinatorSettings, LogSettings};
+use crate::config::{Admit, CoordinatorSettings, DEAD_AFTER, LogSettings};
 use crate::coordinator::handle::Coordinator;
 use crate::coordinator::job::{ModelFacts, Serve};
 use crate::coordinator::log::Log;
@@ -88,8 +88,8 @@ pub struct CoordinatorArgs {
     /// MiB of log files that are not needed, above which the oldest are removed
     #[arg(long, value_name = "MIB", requires = "log", default_value_t = 256)]
     pub log_keep_mib: u32,
-    /// Silence after which a stage counts as dead
-    #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
+    /// Seconds of silence after which a stage counts as dead; up to twice that where its answers were slow
+    #[arg(long, value_name = "SECONDS", default_value_t = DEAD_AFTER.as_secs_f64())]
     pub dead_after: f64,
     /// End when stdin closes: for a program that starts a coordinator
     #[arg(long, hide = true)]

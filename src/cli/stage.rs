@@ -52,7 +52,7 @@ pub struct StageArgs {
     /// default: as near as the addresses given here
     #[arg(long, value_name = "public|private|loopback")]
     pub dial_scope: Option<Scope>,
-    /// Seconds of silence after which a peer counts as dead
+    /// Seconds of silence after which a peer counts as dead; up to twice that where its answers were slow
     #[arg(long, value_name = "SECONDS", default_value_t = DEAD_AFTER.as_secs_f64())]
     pub dead_after: f64,
     /// Coordinator to dial and offer this stage to; ends in /p2p/PEERID, and only that peer is obeyed

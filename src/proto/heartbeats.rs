@@ -53,11 +53,11 @@ impl Heartbeats {
         self.with(peer, |liveness| liveness.handle_ack(seq, now));
     }
 
-    /// Time has come. Where it came much too late, this process stood still (frozen, or starved): what
-    /// its peers sent meanwhile is still to be read, and the time is none of their silence.
+    /// Time has come. Where it came too late, this process stood still (frozen, or starved): what its
+    /// peers sent meanwhile is still to be read, and the time is none of their silence.
     pub fn handle_timeout(&mut self, now: Instant) {
         let late = self.poll_timeout().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
-        if late >= self.config.interval * 2 {
+        if late >= self.config.interval / 3 {
             self.peers.values_mut().for_each(|liveness| liveness.handle_pause(late));
         }
         for (peer, liveness) in &mut self.peers {
@@ -139,6 +139,25 @@ mod tests {
         }
         let waited = dead_at.unwrap() - thawed;
         assert!(waited <= config.dead_after && waited + config.interval >= config.dead_after, "{waited:?}");
+    }
+
+    #[test]
+    fn a_starved_process_takes_what_it_slept_off_what_it_waits() {
+        let t0 = crate::clock::now();
+        let config = LivenessConfig::default();
+        let mut beats = Heartbeats::new(config);
+        beats.add(Node::random(), t0);
+        // Every turn comes 200 ms late, and what the peer sent is never read before it.
+        let late = Duration::from_millis(200);
+        let (mut now, mut turns) = (t0, 0_u32);
+        while let Some(due) = beats.poll_timeout() {
+            now = due + late;
+            beats.handle_timeout(now);
+            turns += 1;
+            while beats.poll_output().is_some() {}
+        }
+        // The first of them was due at once.
+        assert!(now - t0 >= config.dead_after + late * (turns - 1), "{:?} in {turns} turns", now - t0);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! Owns one peer's heartbeats, the time it was last heard of, and a round-trip estimate. Anything
 //! that comes from a peer shows that it lives; silence makes it suspected first and dead only at
-//! its deadline. A dead peer stays dead: what comes from it later is fenced by view.
+//! its deadline, which is later where answers were measured to take longer than the pause between
+//! heartbeats. A dead peer stays dead: what comes from it later is fenced by view.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -19,14 +20,15 @@ pub struct LivenessConfig {
     pub interval: Duration,
     /// Intervals of silence after which a peer is suspected.
     pub suspect_misses: u32,
-    /// Silence after which a peer is dead.
+    /// Silence after which a peer is dead, where its answers take no longer than `interval`; on a
+    /// slower path or at a slower peer that much more, at most twice this.
     pub dead_after: Duration,
 }
 
 impl Default for LivenessConfig {
-    /// Every 300 ms, suspected after 3 of them, dead after 3 s.
+    /// Every 300 ms, suspected after 3 of them, dead after 1.8 s.
     fn default() -> Self {
-        Self { interval: Duration::from_millis(300), suspect_misses: 3, dead_after: Duration::from_secs(3) }
+        Self { interval: Duration::from_millis(300), suspect_misses: 3, dead_after: Duration::from_millis(1_800) }
     }
 }
 
@@ -88,6 +90,11 @@ impl RoundTrip {
     fn with(before: Option<Self>, sample: Duration) -> Self {
         let Some(Self { mean, jitter }) = before else { return Self { mean: sample, jitter: sample / 2 } };
         Self { mean: (mean * 7 + sample) / 8, jitter: (jitter * 3 + mean.abs_diff(sample)) / 4 }
+    }
+
+    /// How long an answer may take before it is out of the ordinary: the timer of RFC 6298.
+    fn patience(self) -> Duration {
+        self.mean + self.jitter * 4
     }
 }
 
@@ -155,7 +162,7 @@ impl Liveness {
             return;
         }
         let silent_for = now.saturating_duration_since(self.heard);
-        if silent_for >= self.config.dead_after {
+        if silent_for >= self.dead_after() {
             self.standing = Standing::Dead;
             self.unanswered.clear();
             self.outputs.push_back(LivenessOutput::Dead { silent_for });
@@ -186,7 +193,7 @@ impl Liveness {
     /// When [`Self::handle_timeout`] is due and why; `None` once the peer is dead.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<(Instant, LivenessTimeout)> {
-        let dead = (self.heard + self.config.dead_after, LivenessTimeout::Dead);
+        let dead = (self.heard + self.dead_after(), LivenessTimeout::Dead);
         let beat = (self.next_beat, LivenessTimeout::Heartbeat);
         let suspect = (self.heard + self.suspect_after(), LivenessTimeout::Suspect);
         match self.standing {
@@ -212,6 +219,13 @@ impl Liveness {
     #[must_use]
     pub fn heard(&self) -> Instant {
         self.heard
+    }
+
+    /// The silence that a peer dies of. A late answer is news of the path, not of the peer's end: what
+    /// answers took beyond a heartbeat's pause is added.
+    fn dead_after(&self) -> Duration {
+        let beyond = self.rtt.map_or(Duration::ZERO, |rtt| rtt.patience().saturating_sub(self.config.interval));
+        self.config.dead_after + beyond.min(self.config.dead_after)
     }
 
     fn suspect_after(&self) -> Duration {
@@ -300,6 +314,37 @@ mod tests {
         peer.handle_timeout(t0 + ms(100));
         peer.handle_ack(1, t0 + ms(100));
         assert_eq!(peer.rtt(), Some(RoundTrip { mean: ms(70), jitter: ms(50) }));
+    }
+
+    /// The silence that a peer dies of, whose answers took so long in turn.
+    fn dies_after(answers: &[u64]) -> Duration {
+        let mut now = crate::clock::now();
+        let mut peer = Liveness::new(LivenessConfig::default(), now);
+        for took in answers.iter().cycle().take(64) {
+            now = peer.poll_timeout().unwrap().0;
+            peer.handle_timeout(now);
+            let [LivenessOutput::SendHeartbeat { seq }] = drain(&mut peer)[..] else { panic!("it is not dead yet") };
+            now += ms(*took);
+            peer.handle_ack(seq, now);
+        }
+        loop {
+            peer.handle_timeout(peer.poll_timeout().unwrap().0);
+            let dead = |output| if let LivenessOutput::Dead { silent_for } = output { Some(silent_for) } else { None };
+            if let Some(silent_for) = drain(&mut peer).into_iter().find_map(dead) {
+                return silent_for;
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_whose_answers_are_slow_has_a_later_deadline_and_no_peer_has_more_than_twice() {
+        let usual = LivenessConfig::default().dead_after;
+        assert_eq!(dies_after(&[1]), usual);
+        assert_eq!(dies_after(&[20, 60]), usual, "short of a heartbeat's pause");
+        let jittery = dies_after(&[60, 280, 100, 240]);
+        assert!(jittery > usual + ms(150) && jittery < usual + ms(450), "{jittery:?}");
+        assert_eq!(dies_after(&[10, 800]), usual * 2);
+        assert!(usual <= ms(1_800) && usual * 2 <= ms(3_700), "a kill is seen within 2 s, anything within 4 s");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::http::{self, Event};
 use super::rig::{CUT, Keys, Listening, Process, RINGCTL, Ring, Stage, until};
 
-/// A stage's silence counts as death after 3 s; the rest is the machine's. The transport by itself
+/// A stage's silence counts as death after 1.8 s; the rest is the machine's. The transport by itself
 /// would notice after 10 s.
 const FAULT_DEADLINE: Duration = Duration::from_secs(9);
 
