@@ -323,6 +323,16 @@ fn a_session_that_is_closed_twice_is_kept_twice() {
     assert_eq!(sessions(folder.path()), [5, 5], "one without positions is not");
 }
 
+#[test]
+fn a_session_that_is_open_at_the_end_is_kept_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut journals = spilling(folder.path(), Some(forever()));
+    put_settled(&mut journals, A, 30);
+    drop(journals);
+    let kept = KeptJournal::open(&folder.path().join(&names(folder.path())[0])).unwrap();
+    assert_eq!((kept.header().session, kept.header().count, kept.header().settled), (A, 30, Position(29)));
+}
+
 /// A kept file of 20 positions.
 fn one_kept(folder: &Path) -> std::path::PathBuf {
     let mut journals = journals(10 * COST, Some(folder), Some(forever()));
