@@ -60,16 +60,19 @@ pub(crate) fn wanted(request: &str, headers: &HeaderMap) -> Result<(SessionId, O
     Ok((session, Some(read)))
 }
 
-/// Whether the event that a client says it has read can have been said.
+/// Whether the event that a client says it has read can have been said. While the stream goes on, that is
+/// any of its tokens: a coordinator that was taken for dead and came back may have told more than the log
+/// held when this one read it, and this one comes to the same tokens.
 ///
 /// # Errors
 /// [`ApiError::LastEvent`].
 pub(crate) fn check(attached: &Attached, session: SessionId, read: Option<u64>) -> Result<(), ApiError> {
     let tokens = u64::try_from(attached.tokens.len()).unwrap_or(u64::MAX);
-    let said = if attached.ended { tokens.saturating_add(LAST_EVENTS) } else { tokens };
+    let most = tokens.max(u64::from(attached.request.max_new));
+    let said = if attached.ended { tokens.saturating_add(LAST_EVENTS) } else { most };
     match read {
         Some(read) if read >= said => Err(ApiError::LastEvent {
-            expected: format!("an event below {said}, for no more were sent"),
+            expected: format!("an event below {said}, for no more are sent"),
             got: format!("{}:{read}", request_name(session)),
         }),
         Some(_) | None => Ok(()),
