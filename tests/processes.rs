@@ -2,9 +2,11 @@
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 mod processes {
+    mod busy;
     mod churn;
     mod copy;
     mod demo;
+    mod detect;
     mod faults;
     mod heal;
     mod http;

@@ -12,9 +12,24 @@ fn request(temperature: f64) -> Value {
            "ignore_eos": true, "stream": true, "return_token_ids": true})
 }
 
+/// A request that is not over before a fault is seen.
+pub(crate) fn long() -> Value {
+    json!({"prompt": "And it came to pass", "max_tokens": 2000, "temperature": 0, "ignore_eos": true, "stream": true})
+}
+
+/// Asks, and waits until tokens come.
+#[track_caller]
+pub(crate) fn under_way(ring: &Ring, request: &Value) -> http::Answer {
+    let mut stream = http::stream(ring.url(), request);
+    for _ in 0..5 {
+        stream.event().unwrap();
+    }
+    stream
+}
+
 /// The token ids of a stream that ended well.
 #[track_caller]
-fn ids(events: &[Event]) -> Vec<u64> {
+pub(crate) fn ids(events: &[Event]) -> Vec<u64> {
     let [.., last, done] = events else { panic!("too few events: {events:?}") };
     assert_eq!(done.data, "[DONE]");
     assert_eq!(last.json()["choices"][0]["finish_reason"], "length", "{last:?}");

@@ -181,7 +181,7 @@ impl Rig {
         Self::made(network, cut, settings, (wrap, log, JournalConfig::default())).await
     }
 
-    async fn made(
+    pub(crate) async fn made(
         network: MemoryNetwork,
         cut: &[LayerRange],
         settings: CoordinatorSettings,
