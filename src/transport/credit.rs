@@ -171,7 +171,7 @@ impl Credit {
         let probing = self.is_probing();
         let under = match probing {
             true => Under::Probe,
-            false if in_flight == cost || in_flight <= self.half() => Under::Quiet,
+            false if in_flight == cost => Under::Quiet,
             false => Under::Load,
         };
         self.under_way.push_back(Sent {
@@ -313,10 +313,11 @@ impl Credit {
 
     fn take_round_trip(&mut self, frame: Sent, sample: Duration, now: Instant) {
         let Some(shortest) = &mut self.shortest else {
-            self.shortest = Some(Shortest::new(sample, now));
+            self.shortest = Some(Shortest::first(sample, now));
             return;
         };
-        if shortest.handle_sample(sample, frame.under, (self.sent, self.returned), now) == Belief::Shaken {
+        if shortest.handle_sample(sample, frame.under, (self.sent, self.returned), self.measured, now) == Belief::Shaken
+        {
             // The hop has become longer, or slower: of the old rates none is believed.
             let recent = self.rate_round.saturating_sub(u64::from(STALE_ROUNDS));
             self.rates.retain(|&(round, _)| round >= recent);

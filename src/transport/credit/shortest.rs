@@ -11,6 +11,9 @@ use super::RTT_GRAIN;
 /// How long the shortest round trip is believed.
 pub(super) const LIFE: Duration = Duration::from_secs(10);
 
+/// How long that of a hop that has just come up is: both ends were busy with making it.
+const FIRST_LIFE: Duration = Duration::from_secs(1);
+
 /// A round trip so many times the shortest is not of this hop's own making.
 const STALE: f64 = 1.5;
 
@@ -23,11 +26,12 @@ pub(super) const STALE_ROUNDS: u32 = 3;
 /// What a frame found under way when it was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Under {
-    /// More than a quiet hop has.
+    /// Other frames, which may make it wait.
     Load,
-    /// So little that nothing waits.
+    /// Nothing.
     Quiet,
-    /// So little, or what was left of more: the shortest round trip was being measured.
+    /// So little that it waits for none, or what was left of more: the shortest round trip was
+    /// being measured.
     Probe,
 }
 
@@ -43,8 +47,11 @@ pub(super) enum Belief {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shortest {
     value: Duration,
-    since: Instant,
-    /// The shortest of frames that found the hop quiet, since `since`.
+    /// It is believed until then.
+    until: Instant,
+    /// Whether it was never measured anew.
+    first: bool,
+    /// The shortest of longer ones, of frames that found the hop quiet.
     quiet: Option<Duration>,
     /// The shortest of this round.
     round: Option<Duration>,
@@ -71,9 +78,14 @@ enum Probe {
 }
 
 impl Shortest {
-    /// Of a first sample.
-    pub(super) fn new(value: Duration, now: Instant) -> Self {
-        Self { value, since: now, quiet: None, round: None, stale: 0, probe: Probe::None }
+    /// Of the first sample of a hop.
+    pub(super) fn first(value: Duration, now: Instant) -> Self {
+        Self { until: now + FIRST_LIFE, first: true, ..Self::new(value, now) }
+    }
+
+    /// Measured anew.
+    fn new(value: Duration, now: Instant) -> Self {
+        Self { value, until: now + LIFE, first: false, quiet: None, round: None, stale: 0, probe: Probe::None }
     }
 
     /// The shortest round trip.
@@ -86,12 +98,14 @@ impl Shortest {
         self.probe != Probe::None
     }
 
-    /// Takes in the round trip of a frame, while so many bytes are sent and returned in all.
+    /// Takes in the round trip of a frame, while so many bytes are sent and returned in all. Only
+    /// where the window can be made small (`may_probe`) it is measured anew by that.
     pub(super) fn handle_sample(
         &mut self,
         sample: Duration,
         under: Under,
         (sent, returned): (u64, u64),
+        may_probe: bool,
         now: Instant,
     ) -> Belief {
         if self.is_probing() {
@@ -99,7 +113,11 @@ impl Shortest {
             return Belief::Holds;
         }
         if sample <= self.value {
+            let (until, first) = (self.until, self.first);
             *self = Self::new(sample, now);
+            if first {
+                (self.until, self.first) = (until, true);
+            }
             return Belief::Holds;
         }
         let least = |known: Option<Duration>| Some(known.map_or(sample, |known| known.min(sample)));
@@ -107,7 +125,7 @@ impl Shortest {
         if under == Under::Quiet {
             self.quiet = least(self.quiet);
         }
-        self.doubt(now)
+        self.doubt(may_probe, now)
     }
 
     /// Goes on with a probe.
@@ -134,12 +152,13 @@ impl Shortest {
     }
 
     /// Measures anew what is too old, or can't be.
-    fn doubt(&mut self, now: Instant) -> Belief {
+    fn doubt(&mut self, may_probe: bool, now: Instant) -> Belief {
         let stale = self.stale >= STALE_ROUNDS;
-        if stale || now.saturating_duration_since(self.since) > LIFE {
+        if stale || now > self.until {
             match self.quiet {
                 Some(quiet) => *self = Self::new(quiet, now),
-                None => self.probe = Probe::Drain { after: 0, shortest: Duration::MAX },
+                None if may_probe => self.probe = Probe::Drain { after: 0, shortest: Duration::MAX },
+                None => {}
             }
         }
         if stale { Belief::Shaken } else { Belief::Holds }
