@@ -277,7 +277,7 @@ async fn both_sides_may_dial_anew_after_a_disconnect(network: Network) {
 }
 
 async fn a_peer_that_does_not_read_stalls_the_sender_only(network: Network) {
-    let (mut a, mut b) = network.pair().await;
+    let (network, mut a, mut b) = network.impatient_pair().await;
     let mut c = network.node().await;
     join(&mut a, &mut c).await;
     let body = Bytes::from(vec![7; 1 << 20]);

@@ -9,7 +9,7 @@ use ringfence::transport::quic::QuicSettings;
 use ringfence::transport::{Lane, LinkError, LinkEvent};
 use tokio::task::JoinSet;
 
-use super::nodes::{End, PATIENCE, STALL, join, quic_node, quic_settings, until};
+use super::nodes::{End, PATIENCE, STALL, impatient, join, quic_node, quic_settings, until};
 use super::rogue::{
     self, CONTROL, CURRENT, DATA, LANES, Script, accept, body, hello, introduction, lane, note, ready, returned,
 };
@@ -20,8 +20,12 @@ const REPLY: u32 = 1 << 30;
 /// What the link under test bears.
 const WINDOW_MAX: u64 = 64 << 10;
 
+fn settings() -> QuicSettings {
+    QuicSettings { lanes: LANES, window_max: WINDOW_MAX, ..quic_settings() }
+}
+
 async fn victim() -> End {
-    quic_node(QuicSettings { lanes: LANES, window_max: WINDOW_MAX, ..quic_settings() }).await
+    quic_node(settings()).await
 }
 
 /// A rogue that plays a script to a node, and its name.
@@ -38,7 +42,10 @@ fn script(control: &[u8], data: &[u8]) -> Script {
 
 /// Plays to a node, beside a hop that must not suffer, and gives the reason of the disconnect.
 async fn played(script: Script) -> String {
-    let mut victim = victim().await;
+    played_to(victim().await, script).await
+}
+
+async fn played_to(mut victim: End, script: Script) -> String {
     let mut other = quic_node(quic_settings()).await;
     join(&mut other, &mut victim).await;
     let (peer, _rogue) = play(&victim, script);
@@ -79,18 +86,19 @@ async fn garbage_on_a_lane_ends_the_connection_with_a_reason() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_that_stalls_in_the_middle_of_a_body_is_cut_off() {
+    let cut_off = async |script| played_to(quic_node(impatient(settings())).await, script).await;
     let (waited, half) = (STALL.as_millis(), [1_000_u32.to_le_bytes().to_vec(), vec![0; 500]].concat());
-    let reason = played(script(&[], &half)).await;
+    let reason = cut_off(script(&[], &half)).await;
     assert_eq!(reason, format!("data lane 0: nothing came for {waited} ms in the middle of 504 of 1004 bytes"));
-    let reason = played(script(&half, &[])).await;
+    let reason = cut_off(script(&half, &[])).await;
     assert_eq!(reason, format!("control lane: nothing came for {waited} ms in the middle of 504 of 1004 bytes"));
-    let reason = played(script(&[], &[7])).await;
+    let reason = cut_off(script(&[], &[7])).await;
     assert_eq!(reason, format!("data lane 0: nothing came for {waited} ms in the middle of 1 of 4 bytes"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_that_says_nothing_between_bodies_stays() {
-    let mut victim = victim().await;
+    let mut victim = quic_node(impatient(settings())).await;
     let (peer, _rogue) = play(&victim, script(&body(0, 3), &body(0, 3)));
     victim.expect_connected(peer).await;
     for _ in 0..2 {

@@ -15,7 +15,8 @@ use ringfence::transport::{Lane, Link, LinkEvent, LinkEvents};
 /// Longest wait of a test for anything.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long a send may stall in these tests.
+/// How long a send or a body may stall where that is what is tested. Elsewhere it is [`PATIENCE`]:
+/// on a busy machine everything stalls for longer than this now and then.
 pub(crate) const STALL: Duration = Duration::from_millis(250);
 
 /// How long a dial may take in these tests.
@@ -27,6 +28,11 @@ pub(crate) enum Network {
     Quic,
 }
 
+/// Settings of the links in memory in these tests.
+fn memory_settings() -> MemorySettings {
+    MemorySettings { stall_deadline: PATIENCE, dial_deadline: DIAL, ..MemorySettings::default() }
+}
+
 /// A link and what happens on it.
 pub(crate) struct End {
     pub(crate) link: Arc<dyn Link>,
@@ -35,11 +41,23 @@ pub(crate) struct End {
 
 impl Network {
     pub(crate) fn memory() -> Self {
-        Self::Memory(MemoryNetwork::with_settings(MemorySettings {
-            stall_deadline: STALL,
-            dial_deadline: DIAL,
-            ..MemorySettings::default()
-        }))
+        Self::Memory(MemoryNetwork::with_settings(memory_settings()))
+    }
+
+    /// Two nodes, connected, both told so. The first waits no longer than [`STALL`].
+    pub(crate) async fn impatient_pair(self) -> (Self, End, End) {
+        let (network, mut a) = match self {
+            Self::Memory(_) => {
+                let settings = MemorySettings { stall_deadline: STALL, ..memory_settings() };
+                let network = Self::Memory(MemoryNetwork::with_settings(settings));
+                let a = network.node().await;
+                (network, a)
+            }
+            Self::Quic => (Self::Quic, quic_node(impatient(quic_settings())).await),
+        };
+        let mut b = network.node().await;
+        join(&mut a, &mut b).await;
+        (network, a, b)
     }
 
     pub(crate) async fn node(&self) -> End {
@@ -63,7 +81,12 @@ impl Network {
 /// Settings of the QUIC links in these tests.
 pub(crate) fn quic_settings() -> QuicSettings {
     let path = PathSettings { handshake_timeout: DIAL, ..PathSettings::default() };
-    QuicSettings { stall_deadline: STALL, path, ..QuicSettings::new(Keypair::generate_ed25519()) }
+    QuicSettings { stall_deadline: PATIENCE, path, ..QuicSettings::new(Keypair::generate_ed25519()) }
+}
+
+/// Of a link that waits no longer than [`STALL`].
+pub(crate) fn impatient(settings: QuicSettings) -> QuicSettings {
+    QuicSettings { stall_deadline: STALL, ..settings }
 }
 
 /// A QUIC link on loopback.

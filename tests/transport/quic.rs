@@ -160,15 +160,16 @@ async fn each_side_has_as_many_lanes_as_it_likes() {
     }
 }
 
-fn impatient() -> QuicSettings {
+/// Of a link that takes a silent peer for dead sooner: a busy machine is silent for a while too.
+fn alert() -> QuicSettings {
     let QuicSettings { path, .. } = quic_settings();
-    let (idle_timeout, keep_alive) = (Duration::from_millis(600), Duration::from_millis(100));
+    let (idle_timeout, keep_alive) = (Duration::from_secs(2), Duration::from_millis(100));
     QuicSettings { path: PathSettings { idle_timeout, keep_alive, ..path }, ..quic_settings() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_that_vanished_is_noticed_and_may_come_back() {
-    let (mut a, mut b) = (quic_node(impatient()).await, quic_node(impatient()).await);
+    let (mut a, mut b) = (quic_node(alert()).await, quic_node(alert()).await);
     let proxy = Proxy::before(&b.address()).await;
     for _ in 0..2 {
         a.link.dial(proxy.address()).await.unwrap();
@@ -209,8 +210,8 @@ async fn a_second_process_of_one_key_is_connected_beside_the_first() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_that_starts_again_is_reached_while_its_old_connection_dies() {
-    let (key, mut host) = (Keypair::generate_ed25519(), quic_node(impatient()).await);
-    let settings = || QuicSettings { identity: key.clone(), ..impatient() };
+    let (key, mut host) = (Keypair::generate_ed25519(), quic_node(alert()).await);
+    let settings = || QuicSettings { identity: key.clone(), ..alert() };
     let mut dead = quic_node(settings()).await;
     let proxy = Proxy::before(&host.address()).await;
     dead.link.dial(proxy.address()).await.unwrap();
