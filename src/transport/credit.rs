@@ -116,6 +116,9 @@ pub struct Credit {
     /// Rates in bytes per second with their rounds: falling, the highest first.
     rates: VecDeque<(u64, f64)>,
     last_rate: f64,
+    /// The last one before the shortest round trip began to be measured anew: what a small window
+    /// shows is not the hop's.
+    rate_before: f64,
     /// Whether any rate was the hop's rather than the sender's.
     measured: bool,
     shortest: Option<Shortest>,
@@ -143,6 +146,7 @@ impl Credit {
             rate_round: 0,
             rates: VecDeque::new(),
             last_rate: 0.0,
+            rate_before: 0.0,
             measured: false,
             shortest: None,
             largest: [0; 2],
@@ -278,7 +282,7 @@ impl Credit {
 
     /// So little that it makes no queue, also where the hop has just become slower.
     fn half(&self) -> u64 {
-        (self.bandwidth_delay(self.last_rate) / 2.0) as u64
+        (self.bandwidth_delay(self.rate_before) / 2.0) as u64
     }
 
     /// The largest of the recent frames.
@@ -316,8 +320,12 @@ impl Credit {
             self.shortest = Some(Shortest::first(sample, now));
             return;
         };
-        if shortest.handle_sample(sample, frame.under, (self.sent, self.returned), self.measured, now) == Belief::Shaken
-        {
+        let was_probing = shortest.is_probing();
+        let belief = shortest.handle_sample(sample, frame.under, (self.sent, self.returned), self.measured, now);
+        if !was_probing {
+            self.rate_before = self.last_rate;
+        }
+        if belief == Belief::Shaken {
             // The hop has become longer, or slower: of the old rates none is believed.
             let recent = self.rate_round.saturating_sub(u64::from(STALE_ROUNDS));
             self.rates.retain(|&(round, _)| round >= recent);

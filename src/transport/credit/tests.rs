@@ -368,6 +368,8 @@ fn the_shortest_round_trip_is_measured_anew_and_the_hop_stays_full() {
         hop.step();
         let now = hop.credit.is_probing();
         probes += u32::from(now && !probing);
+        // What a small window carries makes it no smaller.
+        assert!(hop.credit.window() as f64 > 0.4 * hop.bandwidth_delay(), "{hop}");
         probing = now;
     }
     assert!((4..=6).contains(&probes), "{probes} in a minute");
