@@ -161,6 +161,8 @@ async fn overhead(pairs: usize, mode: Mode) -> f64 {
 }
 
 fn main() {
+    // The rig's own would tell of every kill.
+    tracing_subscriber::fmt().with_max_level(tracing::Level::ERROR).with_writer(std::io::stderr).init();
     let tokens: Vec<u32> = option("--tokens")
         .unwrap_or_else(|| "256,1024,2000".to_owned())
         .split(',')

@@ -12,8 +12,7 @@ use ringfence::proto::control::PROTOCOL_VERSION;
 use ringfence::wan::{Proxy, ProxyHandle, ProxySettings};
 use serde_json::{Value, json};
 
-use super::heal::ids;
-use super::http;
+use super::http::{self, ids};
 use super::rig::{CUT, Keys, Listening, Stage};
 
 /// Uniform from none to 250 ms, each way, each packet.
@@ -188,17 +187,18 @@ fn a_busy_stage_behind_a_jittery_network_is_not_evicted() {
     unharmed(&run(Duration::from_secs(15)));
 }
 
-/// The recorded run: `cargo test --test processes busy -- --ignored`.
-#[test]
-#[ignore = "ten minutes; it writes receipts/busy.json"]
-fn ten_minutes_of_it_are_recorded() {
-    let mut report = run(Duration::from_secs(600));
+/// The same for ten minutes, or `--seconds`; writes `receipts/busy.json`, or `--report`.
+#[cfg_attr(test, allow(dead_code, reason = "the bench records"))]
+pub(crate) fn record() {
+    let option = |name: &str| std::env::args().skip_while(|arg| arg != name).nth(1);
+    let seconds = option("--seconds").map_or(600, |text| text.parse().unwrap());
+    let file = option("--report").unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/receipts/busy.json").into());
+    let mut report = run(Duration::from_secs(seconds));
     let system = rustix::system::uname();
     let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
     let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let processor = processor.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
-    let profile = if cfg!(debug_assertions) { "" } else { " --release" };
-    report["command"] = json!(format!("cargo test{profile} --test processes busy -- --ignored"));
+    report["command"] = json!("cargo bench --bench busy");
     report["machine"] = json!({
         "processor": processor.trim_start_matches(['\t', ' ', ':']),
         "processors": report["busy_processes"],
@@ -206,6 +206,6 @@ fn ten_minutes_of_it_are_recorded() {
     });
     report["versions"] =
         json!({"ringfence": env!("CARGO_PKG_VERSION"), "protocol": PROTOCOL_VERSION, "numerics": NUMERICS_ID});
-    std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/receipts/busy.json"), format!("{report:#}\n")).unwrap();
+    std::fs::write(file, format!("{report:#}\n")).unwrap();
     unharmed(&report);
 }

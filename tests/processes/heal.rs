@@ -4,7 +4,7 @@
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::http::{self, Event};
+use super::http::{self, Event, ids};
 use super::rig::{CUT, Ring, Stage, until};
 
 fn request(temperature: f64) -> Value {
@@ -25,16 +25,6 @@ pub(crate) fn under_way(ring: &Ring, request: &Value) -> http::Answer {
         stream.event().unwrap();
     }
     stream
-}
-
-/// The token ids of a stream that ended well.
-#[track_caller]
-pub(crate) fn ids(events: &[Event]) -> Vec<u64> {
-    let [.., last, done] = events else { panic!("too few events: {events:?}") };
-    assert_eq!(done.data, "[DONE]");
-    assert_eq!(last.json()["choices"][0]["finish_reason"], "length", "{last:?}");
-    let of = |event: &Event| event.json()["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default();
-    events[..events.len() - 1].iter().flat_map(of).map(|id| id.as_u64().unwrap()).collect()
 }
 
 /// Strikes stage `victim` under a stream on a ring with a spare for it.

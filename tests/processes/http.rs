@@ -121,3 +121,13 @@ pub(crate) fn stream(url: &str, body: &Value) -> Answer {
     assert_eq!(answer.status, 200);
     answer
 }
+
+/// The token ids of a stream that ended well.
+#[track_caller]
+pub(crate) fn ids(events: &[Event]) -> Vec<u64> {
+    let [.., last, done] = events else { panic!("too few events: {events:?}") };
+    assert_eq!(done.data, "[DONE]");
+    assert_eq!(last.json()["choices"][0]["finish_reason"], "length", "{last:?}");
+    let of = |event: &Event| event.json()["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default();
+    events[..events.len() - 1].iter().flat_map(of).map(|id| id.as_u64().unwrap()).collect()
+}
