@@ -85,7 +85,8 @@ async fn a_stream_is_read_on_from_any_event() {
         for said in 0..=tokens {
             for read in 0..=events.len() {
                 let last = read.checked_sub(1).map(|last| format!("last-event-id: cmpl-1:{last}\r\n"));
-                if read > said && said < tokens {
+                // Tokens may have been told by another coordinator; the end of an answer that goes on was not.
+                if read > tokens && said < tokens {
                     continue;
                 }
                 server.script.set_said(said);
@@ -108,7 +109,7 @@ async fn what_can_not_be_read_on_is_refused() {
         ("/v1/streams/cmpl-1", "authorization: Bearer x\r\n", 404, "no_stream"),
         ("/v1/streams/cmpl-1", "last-event-id: cmpl-2:0\r\n", 400, "invalid_value"),
         ("/v1/streams/cmpl-1", "last-event-id: cmpl-1:-1\r\n", 400, "invalid_value"),
-        ("/v1/streams/cmpl-1", "last-event-id: cmpl-1:1\r\n", 400, "invalid_value"),
+        ("/v1/streams/cmpl-1", "last-event-id: cmpl-1:16\r\n", 400, "invalid_value"),
     ];
     server.script.set_said(1);
     for (path, header, status, code) in table {

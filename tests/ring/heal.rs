@@ -70,6 +70,7 @@ async fn killed(cut: &str, lost: usize, spares: &str, read_first: usize) {
         }
         rig.members(rig.stages.len()).await;
         let mut job = rig.coordinator.submit(request.clone()).unwrap();
+        rig.until("its prompt is under way", |rig| rig.coordinator.status().in_flight > 0).await;
         let first = read(&mut job, read_first).await;
         let view = rig.coordinator.status().view;
         rig.network.kill(rig.stages[lost].peer);
