@@ -13,7 +13,7 @@
 //! [`proto`] is pure: no I/O, no clock, no tensors; so is [`heal`], which decides what a dead stage's
 //! successor needs. [`model`] is what a checkpoint says; it and the engine are
 //! a crate of their own, `crates/engine`. [`wan`]
-//! emulates the network between the stages.
+//! emulates the network between the stages; [`sim`] runs all of it without one, under faults.
 
 pub mod api;
 pub mod cli;
@@ -25,6 +25,7 @@ pub mod heal;
 pub mod ids;
 pub mod node;
 pub mod proto;
+pub mod sim;
 pub mod transport;
 pub mod wan;
 

@@ -16,6 +16,7 @@ pub mod ring;
 pub mod ringctl;
 pub mod score;
 mod screen;
+pub mod sim;
 pub mod stage;
 pub mod tiling;
 pub mod wan;

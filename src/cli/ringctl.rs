@@ -12,6 +12,7 @@ use crate::cli::demo::{self, DemoArgs};
 use crate::cli::generate::{self, GenerateArgs};
 use crate::cli::ring::{LocalRing, LocalRingOptions, with_ring};
 use crate::cli::score::{self, ScoreArgs, score_over_http};
+use crate::cli::sim::{self, SimArgs};
 use crate::cli::stage::{self, StageArgs};
 use crate::cli::tiling::tile_plain;
 use crate::cli::wan::{self, WanArgs};
@@ -33,6 +34,8 @@ pub enum Command {
     Score(ScoreArgs),
     /// Strike stages while text streams, on a ring started for it or a running one, and prove the text right
     Churn(ChurnArgs),
+    /// Run the simulator: the whole ring under faults, in one thread and virtual time, one seed a schedule
+    Sim(SimArgs),
     /// Put an emulated wide-area network in front of processes, and change it while they talk
     Wan(WanArgs),
 }
@@ -51,6 +54,7 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Stage(args) => stage::run(args),
         Command::Coordinator(args) => coordinator::run(args),
         Command::Churn(args) => churn::run(args),
+        Command::Sim(args) => sim::run(args),
         Command::Wan(args) => wan::run(args),
         Command::Generate(args) => {
             console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))

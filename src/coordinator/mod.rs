@@ -7,9 +7,9 @@
 //! what waits for the [`log`], `attach` who reads on.
 //! [`job`] is what the API sees, through [`handle`].
 
-mod attach;
+pub(crate) mod attach;
 mod drive;
-mod durable;
+pub(crate) mod durable;
 pub mod handle;
 pub mod heals;
 pub mod job;
@@ -17,5 +17,5 @@ pub mod log;
 mod rebuild;
 pub mod ring;
 pub mod run;
-mod session;
+pub(crate) mod session;
 mod unstarted;

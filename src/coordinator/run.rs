@@ -113,11 +113,11 @@ pub(crate) struct Dial {
 pub(crate) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
-    pub(super) ring: Ring,
-    pub(super) heals: Heals,
+    pub(crate) ring: Ring,
+    pub(crate) heals: Heals,
     pub(super) heartbeats: Heartbeats,
     redials: Vec<Redial>,
-    pub(super) sessions: BTreeMap<SessionId, Session>,
+    pub(crate) sessions: BTreeMap<SessionId, Session>,
     /// Sessions that ended and whose readers may not have read all.
     pub(super) kept: BTreeMap<SessionId, Kept>,
     /// Requests that wait for a whole ring.
@@ -132,7 +132,7 @@ pub(crate) struct Shell {
     report_at: Instant,
     pub(super) probe_at: Instant,
     pub(super) nonce: u64,
-    pub(super) shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     pub(super) settings: CoordinatorSettings,
 }
 

@@ -122,6 +122,11 @@ impl Session {
         }
     }
 
+    /// What it lets through.
+    pub(crate) fn fence(&self) -> &Fence<Body> {
+        &self.fence
+    }
+
     pub(crate) fn handle_frame(&mut self, frame: Frame, now: Instant) -> Result<Arrival, FenceError> {
         let body = Body { ids: frame.ids, payload: frame.payload };
         let arrival = self.fence.handle_frame(frame.head, body, now);

@@ -87,6 +87,11 @@ impl Shell {
         }
     }
 
+    /// Its place in the ring.
+    pub(crate) fn membership(&self) -> &Membership {
+        &self.membership
+    }
+
     /// Serves until the stage is to end.
     pub(super) async fn run(
         &mut self,

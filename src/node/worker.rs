@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use crate::engine::Engine;
-use crate::ids::{Epoch, Node, Position, SessionId};
+use crate::ids::{Epoch, Node, Position, SessionId, View};
 use crate::node::counters::Counters;
 use crate::node::journal::Journals;
 use crate::node::membership::Route;
@@ -167,6 +167,12 @@ impl Worker {
             telling: None,
             outbox: Outbox::default(),
         }
+    }
+
+    /// The sessions open on it, and the view that they are open in.
+    pub(crate) fn sessions(&self) -> impl Iterator<Item = (SessionId, View, &Session)> {
+        let view = self.route.map_or(View(0), |route| route.view);
+        self.sessions.iter().map(move |(id, session)| (*id, view, session))
     }
 
     /// Takes an input; `false` to end.

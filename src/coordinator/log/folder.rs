@@ -62,7 +62,7 @@ impl Name {
         format!("view-{:08}-{:016x}-{:04}.log", self.view, self.start, self.part)
     }
 
-    fn parse(name: &str) -> Option<Self> {
+    pub(crate) fn parse(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix("view-")?.strip_suffix(".log")?.split('-');
         let view = parts.next()?.parse().ok()?;
         let start = u64::from_str_radix(parts.next()?, 16).ok()?;

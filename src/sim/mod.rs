@@ -1,0 +1,76 @@
+//! The deterministic simulator: the real shells and machines under virtual time, one seed a run.
+//!
+//! A run has coordinators, stages, a network, a disk and clients in one thread. Shells and workers are
+//! those of production, called by [`world`] instead of woken by tokio; links ([`net`]), the log's disk
+//! ([`disk`]), the clock ([`crate::clock`]) and the model ([`toy`]) are simulated. What a seed stands for
+//! is drawn first ([`scenario`]); faults strike ([`strike`]), and after every event the invariants of
+//! [`check`] must hold. Then faults end, and every session must end with its whole text.
+//! `docs/simulator.md` lists faults and invariants.
+
+mod agenda;
+mod check;
+mod client;
+mod disk;
+mod draw;
+mod lead;
+mod net;
+mod plant;
+mod scenario;
+mod stage;
+mod strike;
+mod toy;
+mod trace;
+mod world;
+
+use std::fmt;
+
+pub use check::Invariant;
+pub use plant::Plant;
+pub use world::Summary;
+use world::World;
+
+/// A run in which an invariant did not hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The seed.
+    pub seed: u64,
+    /// The bug that was planted.
+    pub plant: Option<Plant>,
+    /// What did not hold.
+    pub invariant: Invariant,
+    /// In which way.
+    pub why: String,
+    /// The last events, oldest first, and how clients stand.
+    pub story: Vec<String>,
+}
+
+impl Failure {
+    /// The smallest command that shows it again.
+    #[must_use]
+    pub fn command(&self) -> String {
+        let plant = self.plant.map_or(String::new(), |plant| format!(" --plant {}", plant.name()));
+        format!("ringctl sim --seeds 1 --first-seed {}{plant}", self.seed)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "seed {}: {} does not hold: {}", self.seed, self.invariant.name(), self.why)?;
+        for line in &self.story {
+            writeln!(f, "  {line}")?;
+        }
+        write!(f, "run it again: {}", self.command())
+    }
+}
+
+/// Runs one seed.
+///
+/// # Errors
+/// [`Failure`]: an invariant does not hold.
+pub fn run(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
+    let mut world = World::new(seed, plant);
+    world.run().map_err(|broken| {
+        let story = world.story();
+        Box::new(Failure { seed, plant, invariant: broken.invariant, why: broken.why, story })
+    })
+}
