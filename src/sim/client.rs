@@ -41,6 +41,8 @@ pub(super) struct SimClient {
     pub(super) leaves_at: Option<usize>,
     state: State,
     heals: u32,
+    /// The coordinator that said that it goes on elsewhere, or after a new start.
+    left: Option<HostId>,
 }
 
 /// What came of a step.
@@ -59,7 +61,16 @@ pub(super) enum Step {
 impl SimClient {
     pub(super) fn new(request: Request, leaves_at: Option<usize>) -> Self {
         let reference = Reference::new(&request.prompt, request.max_new, request.ignore_eos);
-        Self { request, reference, told: Vec::new(), session: None, leaves_at, state: State::Asks, heals: 0 }
+        Self {
+            request,
+            reference,
+            told: Vec::new(),
+            session: None,
+            leaves_at,
+            state: State::Asks,
+            heals: 0,
+            left: None,
+        }
     }
 
     /// Whether it was told its end.
@@ -153,6 +164,9 @@ impl SimClient {
                 self.state = State::Seeks { host, job, found };
                 Ok(Step::Waits)
             }
+            Err(oneshot::error::TryRecvError::Closed) if self.left == Some(host) => {
+                Ok(Step::Said("is told to wait for another coordinator".to_owned()))
+            }
             Err(oneshot::error::TryRecvError::Closed) if self.told.is_empty() => {
                 self.state = State::Asks;
                 Ok(Step::Said("its session is not there, and nothing was told: asks anew".to_owned()))
@@ -239,6 +253,7 @@ impl SimClient {
                 Ok("is told the end".to_owned())
             }
             Event::Failed(error @ (JobError::Detached { .. } | JobError::NotLogged { .. })) => {
+                self.left = self.host();
                 self.state = State::Lost;
                 Ok(error.to_string())
             }

@@ -84,13 +84,13 @@ impl LeadProcess {
             },
             LinkEvent::Received { .. } | LinkEvent::Connected { .. } | LinkEvent::Disconnected { .. } => None,
         };
+        let tail = self.shell.ring.whole().last().map(|member| member.peer);
+        let current = self.shell.ring.view();
         self.shell.handle_link(event);
         let round = *self.shell.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner);
         if round != self.round {
             self.round = round;
-            let tail = self.shell.ring.whole().last().map(|member| member.peer);
-            if round.is_some() && answer.is_none_or(|(peer, view)| Some(peer) != tail || view != self.shell.ring.view())
-            {
+            if round.is_some() && answer.is_none_or(|(peer, view)| Some(peer) != tail || view != current) {
                 return broken(Invariant::Ready, "a token counts as gone round that did not come from the tail");
             }
         }

@@ -63,11 +63,19 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Runs one seed.
+/// Runs one seed; what its processes log goes nowhere.
 ///
 /// # Errors
 /// [`Failure`]: an invariant does not hold.
 pub fn run(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
+    tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || run_aloud(seed, plant))
+}
+
+/// The same, with the processes' logs where this program's go.
+///
+/// # Errors
+/// [`Failure`]: an invariant does not hold.
+pub fn run_aloud(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
     let mut world = World::new(seed, plant);
     world.run().map_err(|broken| {
         let story = world.story();

@@ -38,7 +38,7 @@ impl World {
         }
         let Fault { blow, lasts, .. } = self.scenario.faults[number].clone();
         self.note(Note::Fault { what: format!("{blow:?} for {} ms", lasts.as_millis()) });
-        self.struck += 1;
+        self.struck.insert(number);
         match blow {
             Blow::Kill { seat, silent } => self.kill(self.stage_at(seat), silent),
             Blow::Freeze { seat } => self.freeze(self.stage_at(seat)),
@@ -109,7 +109,7 @@ impl World {
             return Ok(());
         }
         self.note(Note::Fault { what: "every fault ends".to_owned() });
-        for number in 0..self.scenario.faults.len() {
+        for number in self.struck.clone() {
             self.ease(number)?;
         }
         for host in self.processes.keys().copied().collect::<Vec<_>>() {

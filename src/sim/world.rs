@@ -1,6 +1,6 @@
 //! One run: everything that there is, and the loop that lets one event after another happen.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -69,7 +69,8 @@ pub(super) struct World {
     memory: Memory,
     pub(super) trace: Trace,
     pub(super) by_step: Vec<(u64, usize)>,
-    pub(super) struck: u32,
+    /// Faults that struck.
+    pub(super) struck: BTreeSet<usize>,
     pub(super) calm: bool,
     pub(super) calm_at: Duration,
     over_at: Option<Duration>,
@@ -145,7 +146,7 @@ impl World {
             memory: Memory::default(),
             trace: Trace::default(),
             by_step,
-            struck: 0,
+            struck: BTreeSet::new(),
             calm: false,
             calm_at: Duration::ZERO,
             over_at: None,
@@ -185,7 +186,7 @@ impl World {
         let told: usize = self.clients.iter().map(|client| client.told.len()).sum();
         Ok(Summary {
             events: self.trace.events,
-            faults: self.struck,
+            faults: u32::try_from(self.struck.len()).unwrap_or(u32::MAX),
             tokens: told as u64,
             heals: self.clients.iter().map(|client| u64::from(client.heals())).sum(),
             blocks: self.memory.blocks,
@@ -599,7 +600,7 @@ impl World {
                     {
                         return broken(Invariant::Leak, format!("process {host} holds session {id} at the end"));
                     }
-                    if self.struck == 0 && !lead.breaks().is_empty() {
+                    if self.struck.is_empty() && !lead.breaks().is_empty() {
                         return broken(
                             Invariant::Slow,
                             format!("nothing failed, and rings broke: {:?}", lead.breaks()),
