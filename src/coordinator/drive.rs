@@ -290,6 +290,16 @@ impl Shell {
         }
     }
 
+    /// Frees what a stage that lost its place holds of sessions that ended since.
+    pub(super) fn free_forgotten(&self, peer: Node, report: &StageReport) {
+        if report.view >= self.ring.view() {
+            return;
+        }
+        for session in report.sessions.iter().filter(|held| !self.sessions.contains_key(&held.session)) {
+            self.send(peer, &Control::Close { session: session.session, settled: session.next });
+        }
+    }
+
     pub(super) fn handle_closed(&mut self, peer: Node, report: SessionReport) {
         let id = report.session;
         let Some(session) = self.sessions.get_mut(&id) else { return };

@@ -429,6 +429,7 @@ impl Shell {
             }
             Control::Report { nonce, report } => {
                 self.handle_report(peer, nonce, &report);
+                self.free_forgotten(peer, &report);
                 self.ring.handle_report(peer, *report);
             }
             Control::Opened { view, session, kept } => {
