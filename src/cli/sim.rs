@@ -30,6 +30,9 @@ pub struct SimArgs {
     /// Runs with a planted bug, which must be found; `list` prints the names
     #[arg(long, value_name = "NAME")]
     pub plant: Option<String>,
+    /// Of a failure, this many events are shown, where one seed is run
+    #[arg(long, value_name = "N", default_value_t = sim::EVENTS_SHOWN)]
+    pub events: usize,
     /// Says the result as one line of JSON
     #[arg(long)]
     pub json: bool,
@@ -68,13 +71,14 @@ pub fn run(args: &SimArgs) -> ExitCode {
         console::note("--first-seed plus --seeds is above the largest seed");
         return ExitCode::from(USAGE_STATUS);
     }
-    let outcome = run_seeds(args.first_seed, args.seeds, plant);
+    let outcome = run_seeds(args, plant);
     report(&outcome, plant, args.json);
     if outcome.failure.is_some() { ExitCode::from(BROKEN_STATUS) } else { ExitCode::SUCCESS }
 }
 
 /// Runs seeds on every core, until one fails.
-fn run_seeds(first: u64, count: u64, plant: Option<Plant>) -> Outcome {
+fn run_seeds(args: &SimArgs, plant: Option<Plant>) -> Outcome {
+    let (first, count) = (args.first_seed, args.seeds);
     let begun = clock::now();
     let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let total = Mutex::new((0, Summary::default(), None::<Box<Failure>>));
@@ -86,7 +90,10 @@ fn run_seeds(first: u64, count: u64, plant: Option<Plant>) -> Outcome {
                 return;
             }
             // One run is looked at; of many, the logs would be in one another's way.
-            let ran = if count == 1 { sim::run_aloud(first, plant) } else { sim::run(first + at, plant) };
+            let ran = match count {
+                1 => sim::run_aloud(first, plant, args.events),
+                _ => sim::run(first + at, plant),
+            };
             let (run, sum, failure) = &mut *lock();
             *run += 1;
             match ran {

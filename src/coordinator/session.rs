@@ -109,7 +109,7 @@ pub(crate) struct Session {
     /// Final tokens; the reader is told those that are durable.
     pub(crate) committed: Vec<TokenId>,
     /// Those of `committed` that the present round has in its prompt.
-    replayed: usize,
+    pub(crate) replayed: usize,
     /// Prompt positions that the reader was told, from 0.
     scored: u32,
     pub(crate) reports: BTreeMap<Node, SessionReport>,

@@ -1,6 +1,6 @@
 //! A simulated coordinator: the real loop's state, called instead of woken, and its log's disk.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
@@ -13,9 +13,10 @@ use crate::coordinator::durable::LogGate;
 use crate::coordinator::handle::{Command, Coordinator};
 use crate::coordinator::job::ModelFacts;
 use crate::coordinator::log::Log;
+use crate::coordinator::log::record::{self, Entry};
 use crate::coordinator::log::writer::{Batch, Batches, Scribe, Synced};
 use crate::coordinator::run::{ModelShape, Shell};
-use crate::coordinator::session::Session;
+use crate::coordinator::session::{Phase, Session};
 use crate::ids::{Node, SessionId, View};
 use crate::proto::codec::{self, Data};
 use crate::sim::check::{Broken, Invariant, Memory, Owner, broken};
@@ -36,6 +37,13 @@ struct Desk {
     answered: bool,
 }
 
+/// Whether a batch has tokens and no view in it.
+fn has_tokens(batch: &Batch) -> bool {
+    let entries: Vec<Entry> = record::decode(&batch.payload).unwrap_or_default();
+    let some = |wanted: fn(&Entry) -> bool| entries.iter().any(wanted);
+    some(|entry| matches!(entry, Entry::Tokens { .. })) && !some(|entry| matches!(entry, Entry::View(_)))
+}
+
 /// A coordinator's process.
 pub(super) struct LeadProcess {
     pub(super) node: Node,
@@ -48,6 +56,8 @@ pub(super) struct LeadProcess {
     checked: (View, usize),
     round: Option<Instant>,
     in_flight_max: usize,
+    /// Sessions that are being rebuilt, for the planted bug.
+    rebuilding: BTreeSet<SessionId>,
 }
 
 impl LeadProcess {
@@ -71,7 +81,19 @@ impl LeadProcess {
         let (handle, commands, mut shell) = Shell::new((Arc::clone(&link), model, shape), settings, gate);
         shell.recover();
         let checked = (View(0), 0);
-        Self { node, shell, handle, link, commands, dials: Vec::new(), desk, checked, round: None, in_flight_max }
+        Self {
+            node,
+            shell,
+            handle,
+            link,
+            commands,
+            dials: Vec::new(),
+            desk,
+            checked,
+            round: None,
+            in_flight_max,
+            rebuilding: BTreeSet::new(),
+        }
     }
 
     /// Something happened on its link.
@@ -87,6 +109,9 @@ impl LeadProcess {
         let tail = self.shell.ring.whole().last().map(|member| member.peer);
         let current = self.shell.ring.view();
         self.shell.handle_link(event);
+        if plant == Some(Plant::ResumeOffByOne) {
+            self.slip();
+        }
         let round = *self.shell.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner);
         if round != self.round {
             self.round = round;
@@ -106,6 +131,21 @@ impl LeadProcess {
         match codec::encode_reply(&reply) {
             Ok(body) => LinkEvent::Received { peer: *peer, lane: Lane::Reply, body },
             Err(_) => event,
+        }
+    }
+
+    /// The planted bug: a session that has just been rebuilt counts one token too few as replayed.
+    fn slip(&mut self) {
+        for (id, session) in &mut self.shell.sessions {
+            match &session.phase {
+                Phase::Rebuilding(_) => {
+                    self.rebuilding.insert(*id);
+                }
+                Phase::Running if self.rebuilding.remove(id) => {
+                    session.replayed = session.replayed.saturating_sub(1);
+                }
+                Phase::Running | Phase::Closing { .. } | Phase::Localizing { .. } | Phase::Parked { .. } => {}
+            }
         }
     }
 
@@ -131,8 +171,9 @@ impl LeadProcess {
         self.dialled();
         let Some(desk) = &mut self.desk else { return };
         while let Ok(batch) = desk.batches.try_recv() {
+            let early = plant == Some(Plant::TokenReleasedBeforeLogged) && has_tokens(&batch);
             desk.waiting.push_back(batch);
-            if plant == Some(Plant::TokenReleasedBeforeLogged) {
+            if early {
                 desk.answered = true;
                 self.shell.handle_synced(Synced::Durable);
                 self.shell.drain();

@@ -63,20 +63,24 @@ impl fmt::Display for Failure {
     }
 }
 
+/// Events that a failure tells of.
+pub const EVENTS_SHOWN: usize = 60;
+
 /// Runs one seed; what its processes log goes nowhere.
 ///
 /// # Errors
 /// [`Failure`]: an invariant does not hold.
 pub fn run(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
-    tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || run_aloud(seed, plant))
+    let nowhere = tracing::subscriber::NoSubscriber::new();
+    tracing::subscriber::with_default(nowhere, || run_aloud(seed, plant, EVENTS_SHOWN))
 }
 
-/// The same, with the processes' logs where this program's go.
+/// The same, with the processes' logs where this program's go, and another number of events in a failure.
 ///
 /// # Errors
 /// [`Failure`]: an invariant does not hold.
-pub fn run_aloud(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
-    let mut world = World::new(seed, plant);
+pub fn run_aloud(seed: u64, plant: Option<Plant>, shown: usize) -> Result<Summary, Box<Failure>> {
+    let mut world = World::new(seed, plant, shown);
     world.run().map_err(|broken| {
         let story = world.story();
         Box::new(Failure { seed, plant, invariant: broken.invariant, why: broken.why, story })

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use libp2p::PeerId;
 
-use crate::config::{Admit, CoordinatorSettings, StageSettings};
+use crate::config::{Admit, CoordinatorSettings, MAX_SESSIONS, StageSettings};
 use crate::coordinator::job::{Mode, Request};
 use crate::ids::{LayerRange, TokenId, WireEncoding};
 use crate::node::journal::JournalConfig;
@@ -14,11 +14,15 @@ use crate::sim::draw::Draw;
 use crate::sim::net::{Slot, address};
 use crate::sim::stage::Pace;
 use crate::sim::toy::{LAYERS, VOCAB};
+use crate::sim::world::SETTLE;
 use crate::transport::scope::Scope;
 
 /// The machine of the coordinator, and that of one that is started beside it.
 pub(super) const LEAD: Slot = 0;
 pub(super) const TWIN: Slot = 100;
+
+/// Longer than stages keep state of sessions that no ring went on with.
+const SETTLE_LONG: Duration = Duration::from_secs(200);
 
 /// Where the first stage is.
 pub(super) const FIRST_STAGE: Slot = 1;
@@ -95,6 +99,8 @@ pub(super) struct Scenario {
     pub(super) faults: Vec<Fault>,
     /// When every fault ends.
     pub(super) calm: Duration,
+    /// How long it goes on when every session has ended.
+    pub(super) settle: Duration,
     /// Delay in microseconds of each direction, by machine.
     pub(super) paths: Vec<(Slot, Slot, Duration, u64)>,
     in_flight_max: u32,
@@ -102,6 +108,7 @@ pub(super) struct Scenario {
     encoding: WireEncoding,
     cancel_out_of_band: bool,
     log_file_bytes: u64,
+    journal_bytes: u64,
 }
 
 impl Scenario {
@@ -129,12 +136,15 @@ impl Scenario {
             visits,
             faults,
             calm,
+            // Now and then for longer than stages keep sessions that no ring went on with.
+            settle: if draw.chance(4) { SETTLE_LONG } else { SETTLE },
             paths,
             in_flight_max: draw.count(1, 12),
             prefill_chunk: draw.count(2, 16),
             encoding: if draw.chance(50) { WireEncoding::Fp8 } else { WireEncoding::Bf16 },
             cancel_out_of_band: draw.chance(85),
             log_file_bytes: draw.between(2_000, 40_000),
+            journal_bytes: if draw.chance(70) { 1 << 20 } else { draw.between(0, 20_000) },
             seats,
         }
     }
@@ -144,14 +154,14 @@ impl Scenario {
         StageSettings {
             coordinator: self.stages_dial.then(|| address(LEAD, self.lead)),
             obey: Obey::Peers([self.lead].into()),
-            max_sessions: 16,
+            max_sessions: MAX_SESSIONS,
             encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
             announce: Vec::new(),
             dial_scope: Scope::Public,
             spare: seat.spare,
             heartbeat: self.heartbeat,
             dead_after: self.dead_after,
-            journal: JournalConfig::default(),
+            journal: JournalConfig { memory: self.journal_bytes, spill: None },
         }
     }
 
@@ -167,6 +177,7 @@ impl Scenario {
             cancel_out_of_band: self.cancel_out_of_band,
             heal_wait: Duration::from_secs(600),
             reattach: Duration::from_secs(600),
+            prefill_deadline: Duration::from_secs(30),
             heartbeat: self.heartbeat,
             dead_after: self.dead_after,
             ..CoordinatorSettings::default()

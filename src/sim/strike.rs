@@ -79,7 +79,7 @@ impl World {
         let blow = self.scenario.faults[number].blow.clone();
         self.note(Note::Fault { what: format!("{blow:?} ends") });
         match blow {
-            Blow::Kill { seat, .. } | Blow::Drain { seat } => self.start_seat(seat),
+            Blow::Kill { seat, .. } | Blow::Drain { seat } => self.start_seat(seat)?,
             Blow::Freeze { seat } => self.thaw(self.stage_at(seat)),
             Blow::Slow { seat } => self.set_slow(seat, 1),
             Blow::KillLead { .. } => self.start_lead_again()?,
@@ -116,7 +116,7 @@ impl World {
             self.thaw(Some(host));
         }
         for seat in 0..self.scenario.seats.len() {
-            self.start_seat(seat);
+            self.start_seat(seat)?;
         }
         self.start_lead_again()?;
         self.calm = true;
@@ -133,13 +133,20 @@ impl World {
     }
 
     fn start_lead_again(&mut self) -> Result<(), Broken> {
-        if self.leads().is_empty() { self.start_lead(LEAD) } else { Ok(()) }
+        let leads = |host: &HostId| {
+            let process = self.processes.get(host);
+            matches!(process, Some(Process::Lead(lead)) if !lead.shell.ring.is_superseded())
+        };
+        if self.leads().iter().any(leads) {
+            return Ok(());
+        }
+        // One that knows that it does not lead may still be there.
+        let slot = [LEAD, TWIN].into_iter().find(|slot| self.host_at(*slot).is_none());
+        slot.map_or(Ok(()), |slot| self.start_lead(slot))
     }
 
-    fn start_seat(&mut self, seat: usize) {
-        if self.stage_at(seat).is_none() {
-            self.start_stage(seat);
-        }
+    fn start_seat(&mut self, seat: usize) -> Result<(), Broken> {
+        if self.stage_at(seat).is_none() { self.start_stage(seat) } else { Ok(()) }
     }
 
     fn drain_stage(&mut self, seat: usize) -> Result<(), Broken> {

@@ -4,7 +4,7 @@
 //! another hash from there on, and the text changes. Drafts hang on the last positions of the tail's own
 //! windows, so that windows which were not rebuilt change what is drafted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
@@ -80,7 +80,7 @@ fn drafted(window: &[u64], anchor: TokenId, truth: impl Iterator<Item = TokenId>
     let seen = window[window.len().saturating_sub(WINDOW)..].iter().fold(u64::from(anchor.0), |a, b| mix(a, *b));
     let guess = |(k, truth): (usize, TokenId)| {
         let luck = mix(seen, k as u64);
-        if luck % 4 == 0 { TokenId((truth.0 + 1 + u32::from(luck & 64 != 0)) % VOCAB) } else { truth }
+        if luck.is_multiple_of(4) { TokenId((truth.0 + 1 + u32::from(luck & 64 != 0)) % VOCAB) } else { truth }
     };
     truth.take(BLOCK as usize).enumerate().map(guess).collect()
 }
@@ -152,23 +152,36 @@ struct State {
     /// The drafter's window, at the tail.
     window: Vec<u64>,
     next: usize,
+    /// The planted bug: windows are not filled before the first draft.
+    forgets: bool,
 }
 
-/// What the toys of one run share: how many sessions are open, for the invariants.
-pub(super) type OpenCount = Arc<Mutex<BTreeMap<u64, usize>>>;
+/// What the toys of one run share.
+#[derive(Debug, Default)]
+pub(super) struct Toys {
+    /// How many sessions each process has state of.
+    pub(super) open: BTreeMap<u64, usize>,
+    /// Sessions that a tail had state of.
+    tails: BTreeSet<SessionId>,
+    /// The planted bug: a tail that gets its state again does not fill its windows.
+    pub(super) forgets_windows: bool,
+}
+
+/// The same, shared.
+pub(super) type SharedToys = Arc<Mutex<Toys>>;
 
 /// The toy's layers of one range.
 #[derive(Debug)]
 pub(super) struct ToyEngine {
     facts: EngineFacts,
     sessions: BTreeMap<SessionId, State>,
-    /// Number of the process, and where it says how many sessions it holds.
-    open: (u64, OpenCount),
+    /// Number of the process, and what it shares.
+    toys: (u64, SharedToys),
 }
 
 impl ToyEngine {
     /// An engine of process `number`.
-    pub(super) fn new(range: LayerRange, number: u64, open: OpenCount) -> Self {
+    pub(super) fn new(range: LayerRange, number: u64, toys: SharedToys) -> Self {
         let facts = EngineFacts {
             range,
             layers: LAYERS,
@@ -180,12 +193,12 @@ impl ToyEngine {
             max_context: CONTEXT,
             weight_bytes: 1,
         };
-        Self { facts, sessions: BTreeMap::new(), open: (number, open) }
+        Self { facts, sessions: BTreeMap::new(), toys: (number, toys) }
     }
 
     fn count(&self) {
-        let (number, open) = &self.open;
-        open.lock().unwrap_or_else(PoisonError::into_inner).insert(*number, self.sessions.len());
+        let (number, toys) = &self.toys;
+        toys.lock().unwrap_or_else(PoisonError::into_inner).open.insert(*number, self.sessions.len());
     }
 
     fn check(&self, chunk: &Chunk<'_>) -> Result<(), EngineError> {
@@ -230,7 +243,7 @@ impl ToyEngine {
                 let (whole, _) = step(before.as_ref(), *id);
                 put(&mut state.whole, at, whole);
                 if state.shape.drafting {
-                    put(&mut state.window, at, hidden);
+                    put(&mut state.window, at, if state.forgets { 0 } else { hidden });
                 }
                 if pos >= chunk.logits_from {
                     out.logits.extend((0..VOCAB).map(|id| f32::from(u8::from(token(hidden).0 == id))));
@@ -289,7 +302,11 @@ impl Engine for ToyEngine {
             return Err(OpenError::TooLong { asked: shape.positions, limit: CONTEXT });
         }
         let layers = vec![Vec::new(); self.facts.range.count()];
-        let state = State { shape: shape.clone(), layers, whole: Vec::new(), window: Vec::new(), next: 0 };
+        let forgets = self.facts.is_tail() && {
+            let mut toys = self.toys.1.lock().unwrap_or_else(PoisonError::into_inner);
+            !toys.tails.insert(session) && toys.forgets_windows
+        };
+        let state = State { shape: shape.clone(), layers, whole: Vec::new(), window: Vec::new(), next: 0, forgets };
         self.sessions.insert(session, state);
         self.count();
         Ok(())
@@ -311,7 +328,8 @@ impl Engine for ToyEngine {
 
     fn draft(&mut self, session: SessionId, at: Position, anchor: TokenId) -> Result<Drafts, EngineError> {
         let none = |why| EngineError::Draft { pos: at, why };
-        let state = self.sessions.get(&session).ok_or(EngineError::NotOpen { session })?;
+        let state = self.sessions.get_mut(&session).ok_or(EngineError::NotOpen { session })?;
+        state.forgets = false;
         let place = at.0 as usize;
         let window = state.window.get(..=place).ok_or(none("its windows were not computed"))?;
         let states = *state.whole.get(place).ok_or(none("it was not computed"))?;
@@ -353,7 +371,7 @@ mod tests {
             drafting: true,
         };
         let ranges = ["0:2", "2:4", "4:6"].map(|range| range.parse().unwrap());
-        let mut ring = ranges.map(|range| ToyEngine::new(range, 0, OpenCount::default()));
+        let mut ring = ranges.map(|range| ToyEngine::new(range, 0, SharedToys::default()));
         let session = SessionId(1);
         for stage in &mut ring {
             let drafting = stage.facts.is_tail();

@@ -12,9 +12,6 @@ use crate::sim::agenda::HostId;
 use crate::sim::draw::mix;
 use crate::transport::{Lane, LinkEvent};
 
-/// Events that a failure shows.
-const SHOWN: usize = 60;
-
 /// Something that happened.
 #[derive(Debug, Clone)]
 pub(super) enum Note {
@@ -35,6 +32,7 @@ pub(super) enum Note {
 /// The last events, and the sum.
 #[derive(Debug, Default)]
 pub(super) struct Trace {
+    shown: usize,
     last: VecDeque<(Duration, Note)>,
     sum: u64,
     /// Events so far, heartbeats among them.
@@ -44,6 +42,11 @@ pub(super) struct Trace {
 }
 
 impl Trace {
+    /// One that remembers so many events.
+    pub(super) fn new(shown: usize) -> Self {
+        Self { shown, ..Self::default() }
+    }
+
     /// Takes down what happened.
     pub(super) fn note(&mut self, at: Duration, note: Note) {
         self.events += 1;
@@ -53,10 +56,10 @@ impl Trace {
             return;
         }
         self.steps += 1;
-        if self.last.len() == SHOWN {
+        self.last.push_back((at, note));
+        if self.last.len() > self.shown {
             self.last.pop_front();
         }
-        self.last.push_back((at, note));
     }
 
     /// The same for the same run, event by event.

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::clock::Simulated;
-use crate::config::LogSettings;
+use crate::config::{LogSettings, MAX_SESSIONS};
 use crate::coordinator::job::ModelFacts;
 use crate::coordinator::log::Log;
 use crate::coordinator::run::ModelShape;
@@ -22,7 +22,7 @@ use crate::sim::net::{Net, SharedNet, SimLink, Slot, lock};
 use crate::sim::plant::Plant;
 use crate::sim::scenario::{LEAD, Scenario, When};
 use crate::sim::stage::StageProcess;
-use crate::sim::toy::{CONTEXT, DIM, EOS, HC, LAYERS, OpenCount, ToyEngine, VOCAB};
+use crate::sim::toy::{CONTEXT, DIM, EOS, HC, LAYERS, SharedToys, ToyEngine, VOCAB};
 use crate::sim::trace::{Note, Trace};
 use crate::transport::{Lane, Link, SEND_QUEUE_MAX};
 
@@ -30,7 +30,7 @@ use crate::transport::{Lane, Link, SEND_QUEUE_MAX};
 const FINISH: Duration = Duration::from_secs(120);
 
 /// How long a run goes on when every session has ended, to see that nothing is left of them.
-const SETTLE: Duration = Duration::from_secs(3);
+pub(super) const SETTLE: Duration = Duration::from_secs(3);
 
 /// Events at one moment, at most: more is a loop that does not get on.
 const AT_ONCE_MAX: u64 = 20_000;
@@ -62,7 +62,7 @@ pub(super) struct World {
     workers: BTreeMap<HostId, (Duration, u64)>,
     writing: BTreeMap<HostId, bool>,
     pub(super) disk: Option<SimDisk>,
-    open: OpenCount,
+    toys: SharedToys,
     clients: Vec<SimClient>,
     heard: Vec<Duration>,
     owners: BTreeMap<Owner, usize>,
@@ -110,7 +110,7 @@ impl Summary {
 }
 
 impl World {
-    pub(super) fn new(seed: u64, plant: Option<Plant>) -> Self {
+    pub(super) fn new(seed: u64, plant: Option<Plant>, shown: usize) -> Self {
         let mut draw = Draw::new(seed);
         let scenario = Scenario::draw(&mut draw.fork());
         let clock = Simulated::begin();
@@ -127,6 +127,9 @@ impl World {
             }
         }
         by_step.sort_unstable_by(|a, b| b.cmp(a));
+        let toys = SharedToys::default();
+        toys.lock().unwrap_or_else(PoisonError::into_inner).forgets_windows =
+            plant == Some(Plant::DraftWindowNotRebuilt);
         Self {
             clients: clients.collect(),
             heard: vec![Duration::ZERO; scenario.visits.len()],
@@ -141,10 +144,10 @@ impl World {
             workers: BTreeMap::new(),
             writing: BTreeMap::new(),
             disk,
-            open: OpenCount::default(),
+            toys,
             owners: BTreeMap::new(),
             memory: Memory::default(),
-            trace: Trace::default(),
+            trace: Trace::new(shown),
             by_step,
             struck: BTreeSet::new(),
             calm: false,
@@ -159,7 +162,7 @@ impl World {
     pub(super) fn run(&mut self) -> Result<Summary, Broken> {
         self.start_lead(LEAD)?;
         for seat in 0..self.scenario.seats.len() {
-            self.start_stage(seat);
+            self.start_stage(seat)?;
         }
         self.plan_faults();
         for (client, visit) in self.scenario.visits.iter().enumerate() {
@@ -265,13 +268,13 @@ impl World {
         self.leads().first().copied()
     }
 
-    pub(super) fn start_stage(&mut self, seat: usize) {
+    pub(super) fn start_stage(&mut self, seat: usize) -> Result<(), Broken> {
         let seat = self.scenario.seats[seat].clone();
         let node = lock(&self.net).add_host(seat.peer, seat.slot);
         let link = SimLink::new(&self.net, node, seat.slot);
-        let engine = Box::new(ToyEngine::new(seat.range, node.start, Arc::clone(&self.open)));
+        let engine = Box::new(ToyEngine::new(seat.range, node.start, Arc::clone(&self.toys)));
         let settings = self.scenario.stage_settings(&seat);
-        let stage = StageProcess::new((link, DIGEST), engine, settings, seat.pace, self.draw.fork());
+        let stage = StageProcess::new((link, DIGEST), engine, settings, seat.pace, self.draw.fork())?;
         let what = format!(
             "starts as stage {}{} on machine {}",
             seat.range,
@@ -282,6 +285,7 @@ impl World {
         self.slots.insert(node.start, seat.slot);
         self.processes.insert(node.start, Process::Stage(Box::new(stage)));
         self.wake_all(node.start, Duration::ZERO);
+        Ok(())
     }
 
     pub(super) fn start_lead(&mut self, slot: Slot) -> Result<(), Broken> {
@@ -578,7 +582,7 @@ impl World {
             return Ok(());
         }
         self.calm_down()?;
-        self.over_at = Some(self.now + SETTLE);
+        self.over_at = Some(self.now + self.scenario.settle);
         Ok(())
     }
 
@@ -588,10 +592,13 @@ impl World {
         for (host, process) in &self.processes {
             match process {
                 Process::Stage(stage) => {
-                    let held = self.open.lock().unwrap_or_else(PoisonError::into_inner).get(host).copied().unwrap_or(0);
-                    // A probe round may be on its way.
-                    if held > 1 || stage.open_sessions() > 1 {
-                        return broken(Invariant::Leak, format!("process {host} holds {held} sessions at the end"));
+                    let toys = self.toys.lock().unwrap_or_else(PoisonError::into_inner);
+                    let (open, held) = (stage.open_sessions(), toys.open.get(host).copied().unwrap_or(0));
+                    // A probe round may be on its way. State of sessions that ended while a stage was in no ring
+                    // is freed later.
+                    if open > 1 || (held > 1 && self.scenario.settle > SETTLE) || held > MAX_SESSIONS as usize {
+                        let why = format!("process {host} has {open} sessions open and state of {held} at the end");
+                        return broken(Invariant::Leak, why);
                     }
                 }
                 Process::Lead(lead) => {
