@@ -200,7 +200,8 @@ impl Shell {
         let sent = match (record::encode(&entries), &self.log.writer) {
             (Ok(payload), Some(writer)) => {
                 manifest.bytes = u64::try_from(payload.len() + record::HEAD_BYTES).unwrap_or(u64::MAX);
-                writer.send(Batch { payload, fresh }).map_err(str::to_owned)
+                let leads = manifest.view.is_some_and(|view| view > self.log.view);
+                writer.send(Batch { payload, fresh, leads }).map_err(str::to_owned)
             }
             (Err(error), _) => Err(error.to_string()),
             (_, None) => return,
@@ -258,6 +259,13 @@ impl Shell {
                 self.log.file_bytes = self.log.written.saturating_add(self.log.file_bytes_max);
             }
             Synced::Failed { why } => self.not_logged(&manifest, &why),
+            Synced::Superseded { why } => {
+                tracing::error!(why, "another coordinator was started on this log");
+                self.log.joins.clear();
+                self.ring.handle_superseded(&why);
+                self.release(Manifest { view: None, ..manifest });
+                self.drain_ring();
+            }
         }
     }
 

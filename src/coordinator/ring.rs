@@ -143,6 +143,13 @@ impl Ring {
         }
     }
 
+    /// A later coordinator leads: this one serves no more.
+    pub fn handle_superseded(&mut self, why: &str) {
+        let why = format!("{why}; another coordinator leads the ring, and this one stops serving");
+        self.wait(why.clone(), None);
+        self.state = State::Superseded { why };
+    }
+
     /// The current view; 0 before the first.
     #[must_use]
     pub fn view(&self) -> View {
@@ -316,15 +323,10 @@ impl Ring {
         let range = self.members.get(&peer).map(|member| member.offer.range);
         let name = range.map_or_else(|| format!("stage {peer}"), |range| format!("stage {range} ({peer})"));
         if current > self.view {
-            let why = format!(
-                "{name} obeys a view above this coordinator's: {reason}; \
-                 another coordinator leads the ring, and this one stops serving"
-            );
+            let why = format!("{name} obeys a view above this coordinator's: {reason}");
             let decision = self.decide(&Evidence::Fault { peer, why: &why }, now);
             self.carry_out(Decision { next: Next::GoOn, ..decision }, now);
-            self.wait(why.clone(), None);
-            self.state = State::Superseded { why };
-            return;
+            return self.handle_superseded(&why);
         }
         if current == view {
             // One of the two loses its place when the view is tried again.

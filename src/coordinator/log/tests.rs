@@ -222,7 +222,7 @@ fn a_new_coordinator_is_above_all_files_and_old_ones_are_removed() {
     let settings = LogSettings::new(folder.path().join("log"));
     let mut first = Log::open(&settings, MODEL).unwrap();
     assert_eq!((first.view, first.own), (View(0), View(1)));
-    let batch = |entries: &[Entry]| Batch { payload: record::encode(entries).unwrap(), fresh: false };
+    let batch = |entries: &[Entry]| Batch { payload: record::encode(entries).unwrap(), fresh: false, leads: false };
     let begin = [Entry::View(View(5)), Entry::Opened(Box::new(opened(2))), tokens(2, 0, 3)];
     assert_eq!(first.scribe.write(&batch(&begin)), Synced::Durable);
     let second = Log::open(&settings, MODEL).unwrap();
@@ -290,7 +290,7 @@ fn a_full_disk_loses_nothing_that_was_synced() {
         let host = Arc::new(HostFolder(folder.path().to_owned()));
         let mut scribe = Scribe::begin(host, settings.clone(), head(1, START), &record::encode(&[]).unwrap()).unwrap();
         scribe.wrap(|disk| Box::new(Small { disk, room: Arc::clone(&room), can_cut }));
-        let batch = |entries: &[Entry]| Batch { payload: record::encode(entries).unwrap(), fresh: false };
+        let batch = |entries: &[Entry]| Batch { payload: record::encode(entries).unwrap(), fresh: false, leads: false };
         assert_eq!(scribe.write(&batch(&[Entry::Opened(Box::new(opened(1))), tokens(1, 0, 4)])), Synced::Durable);
         let synced = std::iter::from_fn(|| Some(())).enumerate().find_map(|(at, ())| {
             let synced = scribe.write(&batch(&[tokens(1, 4 + at, 1)]));
@@ -310,10 +310,10 @@ fn the_next_file_says_what_goes_on() {
     let settings = LogSettings { keep_bytes: 0, ..LogSettings::new(folder.path().to_owned()) };
     let mut log = Log::open(&settings, MODEL).unwrap();
     let payload = record::encode(&[Entry::View(View(3)), Entry::Opened(Box::new(opened(1))), tokens(1, 0, 9)]).unwrap();
-    assert_eq!(log.scribe.write(&Batch { payload, fresh: true }), Synced::Durable);
+    assert_eq!(log.scribe.write(&Batch { payload, fresh: true, leads: false }), Synced::Durable);
     let names = list(&HostFolder(folder.path().to_owned())).unwrap();
     assert_eq!(names.iter().map(|name| name.part).collect::<Vec<_>>(), [1], "the first file is needless");
     let more = record::encode(&[tokens(1, 9, 1)]).unwrap();
-    assert_eq!(log.scribe.write(&Batch { payload: more, fresh: false }), Synced::Durable);
+    assert_eq!(log.scribe.write(&Batch { payload: more, fresh: false, leads: false }), Synced::Durable);
     assert_eq!(count_true(&Log::open(&settings, MODEL).unwrap().sessions), 10);
 }

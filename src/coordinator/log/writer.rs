@@ -21,6 +21,8 @@ pub(crate) enum Synced {
     Same { why: String },
     /// It is not in the file.
     Failed { why: String },
+    /// It is on the disk, and so is the log of a coordinator that was started later and leads instead.
+    Superseded { why: String },
 }
 
 /// What the thread is told.
@@ -30,6 +32,8 @@ pub(crate) struct Batch {
     pub(crate) payload: Vec<u8>,
     /// It begins a file, for it says everything that is still wanted of those before.
     pub(crate) fresh: bool,
+    /// It has a view that is about to be joined: only the newest coordinator of the folder may.
+    pub(crate) leads: bool,
 }
 
 /// The way to the thread.
@@ -134,10 +138,21 @@ impl Scribe {
             return Synced::Failed { why: why.clone() };
         }
         let begun = clock::now();
-        let synced = if batch.fresh { self.next_file(&batch.payload) } else { self.append(&batch.payload) };
+        let synced = match if batch.fresh { self.next_file(&batch.payload) } else { self.append(&batch.payload) } {
+            // Whoever starts from now on reads this view; whoever started before has a file by now.
+            Synced::Durable if batch.leads => self.newer().map_or(Synced::Durable, |why| Synced::Superseded { why }),
+            synced => synced,
+        };
         self.batches += 1;
         self.spent += clock::now().duration_since(begun);
         synced
+    }
+
+    /// The coordinator that was started after this one, if one was.
+    fn newer(&self) -> Option<String> {
+        let names = folder::list(self.folder.as_ref()).ok()?;
+        let other = names.into_iter().rfind(|name| name.start != self.head.start && name.view > self.head.view.0)?;
+        Some(format!("log file {} is of a coordinator that was started after this one", other.file()))
     }
 
     fn append(&mut self, payload: &[u8]) -> Synced {
