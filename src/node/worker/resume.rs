@@ -76,7 +76,9 @@ impl Worker {
     pub(super) fn open_again(&mut self, open: Open, route: &Route) -> Result<(), String> {
         let id = open.session;
         let shape = Session::shape(&open, self.desk.engine.facts());
-        let shelved = self.shelf.take(id).filter(|shelved| shelved.fits(&shape));
+        // State beyond the reach can't be re-opened: it is another session's of that number.
+        let most = Position(open.prompt_len.saturating_sub(1)).plus(open.reach);
+        let shelved = self.shelf.take(id).filter(|shelved| shelved.fits(&shape) && shelved.next() <= most);
         if shelved.is_none() {
             self.forget(id);
             self.make_room()?;
