@@ -123,7 +123,7 @@ impl SimClient {
                 self.state = State::Seeks { host, job, found };
                 Ok(Step::Said(format!("asks process {host} to read on")))
             }
-            State::Seeks { .. } => self.found(lead.shell.ring.is_superseded()),
+            State::Seeks { .. } => self.found(lead.shell.ring.is_superseded() || lead.lost_batch()),
             State::Reads { .. } | State::Done => Ok(Step::Waits),
         }
     }
@@ -143,8 +143,8 @@ impl SimClient {
         }
     }
 
-    /// `superseded`: the coordinator says itself that another one leads.
-    fn found(&mut self, superseded: bool) -> Result<Step, Broken> {
+    /// `waits`: the coordinator says itself that another one leads, or that it has to be started again.
+    fn found(&mut self, waits: bool) -> Result<Step, Broken> {
         let State::Seeks { host, job, mut found } = std::mem::replace(&mut self.state, State::Lost) else {
             return Ok(Step::Waits);
         };
@@ -165,7 +165,7 @@ impl SimClient {
                 self.state = State::Seeks { host, job, found };
                 Ok(Step::Waits)
             }
-            Err(oneshot::error::TryRecvError::Closed) if superseded || self.left == Some(host) => {
+            Err(oneshot::error::TryRecvError::Closed) if waits || self.left == Some(host) => {
                 Ok(Step::Said("is told to wait for another coordinator".to_owned()))
             }
             Err(oneshot::error::TryRecvError::Closed) if self.told.is_empty() => {

@@ -35,6 +35,8 @@ struct Desk {
     disk: SimDisk,
     /// The loop was told already that the batch is durable.
     answered: bool,
+    /// A batch could not be written.
+    lost: bool,
 }
 
 /// Whether a batch has tokens and no view in it.
@@ -74,7 +76,7 @@ impl LeadProcess {
             Some((log, disk)) => {
                 let (gate, scribe, batches) = LogGate::open(log);
                 let waiting = VecDeque::new();
-                (gate, Some(Desk { scribe, batches, waiting, answer: None, disk, answered: false }))
+                (gate, Some(Desk { scribe, batches, waiting, answer: None, disk, answered: false, lost: false }))
             }
         };
         let node = link.local();
@@ -205,6 +207,7 @@ impl LeadProcess {
         let desk = self.desk.as_mut()?;
         if let Some(answer) = desk.answer.take() {
             let what = format!("{answer:?}");
+            desk.lost |= matches!(answer, Synced::Failed { .. });
             if !desk.answered {
                 self.shell.handle_synced(answer);
             }
@@ -213,6 +216,11 @@ impl LeadProcess {
         let batch = desk.waiting.pop_front()?;
         desk.answer = Some(desk.scribe.write(&batch));
         Some(format!("{} bytes are written", batch.payload.len()))
+    }
+
+    /// Whether its clients were told that it has to be started again.
+    pub(super) fn lost_batch(&self) -> bool {
+        self.desk.as_ref().is_some_and(|desk| desk.lost)
     }
 
     /// It dies: a batch on its way may be in the file by half.

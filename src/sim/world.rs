@@ -264,8 +264,14 @@ impl World {
         leads.map(|(host, _)| *host).rev().collect()
     }
 
+    /// The newest one that does not know of another that leads; else the newest.
     pub(super) fn lead(&self) -> Option<HostId> {
-        self.leads().first().copied()
+        let leads = self.leads();
+        let serves = |host: &&HostId| match self.processes.get(host) {
+            Some(Process::Lead(lead)) => !lead.shell.ring.is_superseded(),
+            Some(Process::Stage(_)) | None => false,
+        };
+        leads.iter().find(serves).or(leads.first()).copied()
     }
 
     pub(super) fn start_stage(&mut self, seat: usize) -> Result<(), Broken> {
@@ -410,7 +416,12 @@ impl World {
             self.note(Note::Process { host, what: "has left".to_owned() });
             self.processes.remove(&host);
             lock(&self.net).kill(host, false);
-            return Ok(());
+            // One that left after the last fault is started again by its operator.
+            let seat = self.scenario.seats.iter().position(|seat| self.slots.get(&host) == Some(&seat.slot));
+            return match seat.filter(|_| self.calm) {
+                Some(seat) => self.start_stage(seat),
+                None => Ok(()),
+            };
         }
         if let Some(at) = timer {
             let at = self.due(at);
