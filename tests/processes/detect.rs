@@ -29,16 +29,16 @@ fn seen_after(victim: usize, signal: Signal) -> Duration {
 
 #[test]
 fn a_kill_is_seen_within_two_seconds() {
-    for victim in 0..CUT.len() {
+    for (victim, range) in CUT.iter().enumerate() {
         let took = seen_after(victim, Signal::KILL);
-        assert!(took <= Duration::from_secs(2), "stage {} was dead for {took:?}", CUT[victim]);
+        assert!(took <= Duration::from_secs(2), "stage {range} was dead for {took:?}");
     }
 }
 
 #[test]
 fn a_freeze_is_seen_within_four_seconds() {
-    for victim in 0..CUT.len() {
+    for (victim, range) in CUT.iter().enumerate() {
         let took = seen_after(victim, Signal::STOP);
-        assert!(took <= Duration::from_secs(4), "stage {} was frozen for {took:?}", CUT[victim]);
+        assert!(took <= Duration::from_secs(4), "stage {range} was frozen for {took:?}");
     }
 }

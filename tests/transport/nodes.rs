@@ -163,3 +163,19 @@ pub(crate) async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     });
     assert!(waited.await.is_ok(), "waited in vain until {what}");
 }
+
+/// Tries that [`shows`] has.
+const TRIES: usize = 5;
+
+/// Says that a hop can do what it is to do. A machine that is busy for a while makes it slow for so
+/// long, whatever the code under test does, so it is tried again then.
+pub(crate) async fn shows(mut attempt: impl AsyncFnMut() -> Result<(), String>) {
+    let mut failures = Vec::new();
+    for _ in 0..TRIES {
+        match attempt().await {
+            Ok(()) => return,
+            Err(why) => failures.push(why),
+        }
+    }
+    panic!("not in {TRIES} tries: {}", failures.join("; "));
+}

@@ -141,7 +141,9 @@ impl Scribe {
         let synced = match if batch.fresh { self.next_file(&batch.payload) } else { self.append(&batch.payload) } {
             // Whoever starts from now on reads this view; whoever started before has a file by now.
             Synced::Durable if batch.leads => self.newer().map_or(Synced::Durable, |why| Synced::Superseded { why }),
-            synced => synced,
+            synced @ (Synced::Durable | Synced::Same { .. } | Synced::Failed { .. } | Synced::Superseded { .. }) => {
+                synced
+            }
         };
         self.batches += 1;
         self.spent += clock::now().duration_since(begun);

@@ -57,7 +57,7 @@ fn effects(run: &mut Run) -> String {
             }
             Output::Send { head, ids } => format!("head: {}..{} {:?}", head.pos, head.pos.plus(head.len), ids[0].0),
             Output::Done { from } => format!("done, asks from {from}"),
-            other => format!("{other:?}"),
+            other @ (Output::Tell { .. } | Output::Differs { .. } | Output::Stuck { .. }) => format!("{other:?}"),
         };
         lines.push_str(&line);
         lines.push('\n');

@@ -174,7 +174,6 @@ fn frames_wait_for_credit_and_replies_do_not() {
     }
     assert!(rig.poll().is_pending());
     // Where two fit, the credit of each is asked back at once.
-    // Where two fit, the credit of each is asked back at once.
     let mut sent = vec![body(ASKED, 0, 96), body(ASKED, 1, 96)];
     assert_eq!(rig.lanes[0].bodies(), sent);
     rig.reply(9);
