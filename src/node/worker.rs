@@ -1,9 +1,9 @@
 //! What owns the engine and every session of a stage: a machine without thread, clock or link.
 //!
-//! Whoever drives it hands inputs in ([`Worker::handle_input`]), tells the coordinator what
-//! [`Worker::poll_tell`] says after each of them, and while there is work ([`Worker::poll_work`])
+//! Whoever drives it hands inputs in (`Worker::handle_input`), tells the coordinator what
+//! `Worker::poll_tell` says after each of them, and while there is work (`Worker::poll_work`)
 //! computes one session's next frames, takes in what has come meanwhile (a cancel may be among it), asks
-//! the fence ([`Worker::handle_computed`]) and sends on what [`Worker::poll_send`] says. Sessions take
+//! the fence (`Worker::handle_computed`) and sends on what `Worker::poll_send` says. Sessions take
 //! turns. In production that is a thread ([`thread`]); the simulator drives the same machine.
 
 mod outbox;

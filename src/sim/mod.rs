@@ -1,10 +1,10 @@
 //! The deterministic simulator: the real shells and machines under virtual time, one seed a run.
 //!
 //! A run has coordinators, stages, a network, a disk and clients in one thread. Shells and workers are
-//! those of production, called by [`world`] instead of woken by tokio; links ([`net`]), the log's disk
-//! ([`disk`]), the clock ([`crate::clock`]) and the model ([`toy`]) are simulated. What a seed stands for
-//! is drawn first ([`scenario`]); faults strike ([`strike`]), and after every event the invariants of
-//! [`check`] must hold. Then faults end, and every session must end with its whole text.
+//! those of production, called by `world` instead of woken by tokio; links (`net`), the log's disk
+//! (`disk`), the clock ([`crate::clock`]) and the model (`toy`) are simulated. What a seed stands for
+//! is drawn first (`scenario`); faults strike (`strike`), and after every event the invariants of
+//! `check` must hold. Then faults end, and every session must end with its whole text.
 //! `docs/simulator.md` lists faults and invariants.
 
 mod agenda;

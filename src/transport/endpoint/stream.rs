@@ -84,7 +84,7 @@ impl AsyncWrite for Stream {
     }
 
     /// Takes several buffers as one write, so that a prefix and what it announces leave together.
-    /// What is [lent](super::lend) is taken as it is; the rest is copied once, into what QUIC keeps
+    /// What is lent (`lend.rs`) is taken as it is; the rest is copied once, into what QUIC keeps
     /// until it is acknowledged.
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
