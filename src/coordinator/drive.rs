@@ -406,7 +406,10 @@ impl Shell {
         let Some(session) = self.sessions.get(&id) else { return };
         let Phase::Localizing { waited, .. } = session.phase else { return };
         let evidence = Evidence::Overdue { session: id, sent: session.frames_sent, waited, reports: &session.probes };
-        let Some(Lost { peer, range, why }) = self.ring.handle_overdue(&evidence, clock::now()) else { return };
+        let Some(Lost { peer, range, why }) = self.ring.handle_overdue(&evidence, clock::now()) else {
+            let why = format!("no reply for {} ms, and its ring is no more", waited.as_millis());
+            return self.fail(id, JobError::NotReady { why });
+        };
         // The ring counts as broken before its readers hear of it, and parks the session.
         self.drain_ring();
         if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Localizing { .. })) {

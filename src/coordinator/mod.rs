@@ -3,7 +3,7 @@
 //!
 //! Holds no layer and no tensor. Pure: [`ring`] (the membership; what breaks it is decided in
 //! [`crate::heal`]). Shell: [`run`] owns everything in one loop, `drive` is the part of it that moves
-//! sessions, `rebuild` the part that brings them onto the next ring, `session` one of them, `durable`
+//! sessions, `rebuild` the part that brings them onto the next ring, `session` one of them, `status` what is told of the ring, `durable`
 //! what waits for the [`log`], `attach` who reads on.
 //! [`job`] is what the API sees, through [`handle`].
 
@@ -18,4 +18,5 @@ mod rebuild;
 pub mod ring;
 pub mod run;
 pub(crate) mod session;
+mod status;
 mod unstarted;

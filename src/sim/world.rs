@@ -1,20 +1,21 @@
 //! One run: everything that there is, and the loop that lets one event after another happen.
 
+mod clients;
+mod looks;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::clock::Simulated;
-use crate::config::{LogSettings, MAX_SESSIONS};
+use crate::config::LogSettings;
 use crate::coordinator::job::ModelFacts;
 use crate::coordinator::log::Log;
 use crate::coordinator::run::ModelShape;
 use crate::ids::{SessionId, TokenId};
-use crate::proto::codec::{self, Data};
-use crate::proto::control::Control;
 use crate::sim::agenda::{Event, HostId};
 use crate::sim::check::{Broken, Invariant, Memory, Owner, broken};
-use crate::sim::client::{SimClient, Step};
+use crate::sim::client::SimClient;
 use crate::sim::disk::SimDisk;
 use crate::sim::draw::Draw;
 use crate::sim::lead::LeadProcess;
@@ -24,19 +25,13 @@ use crate::sim::scenario::{LEAD, Scenario, When};
 use crate::sim::stage::StageProcess;
 use crate::sim::toy::{CONTEXT, DIM, EOS, HC, LAYERS, SharedToys, ToyEngine, VOCAB};
 use crate::sim::trace::{Note, Trace};
-use crate::transport::{Lane, Link, SEND_QUEUE_MAX};
-
-/// How long sessions may take to end once every fault has.
-const FINISH: Duration = Duration::from_secs(120);
+use crate::transport::Link;
 
 /// How long a run goes on when every session has ended, to see that nothing is left of them.
 pub(super) const SETTLE: Duration = Duration::from_secs(3);
 
 /// Events at one moment, at most: more is a loop that does not get on.
 const AT_ONCE_MAX: u64 = 20_000;
-
-/// How long a client waits for a word before it asks again elsewhere.
-const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Digest of the toy model.
 const DIGEST: [u8; 32] = [7; 32];
@@ -476,158 +471,6 @@ impl World {
             return broken(Invariant::Log, why);
         }
         self.settle_lead(host)
-    }
-
-    // Clients.
-
-    fn on_client(&mut self, client: usize) -> Result<(), Broken> {
-        if self.clients[client].is_done() {
-            return Ok(());
-        }
-        let reads_from = self.clients[client].host();
-        let gone = reads_from.is_some_and(|host| !self.processes.contains_key(&host));
-        let impatient = reads_from.is_some() && self.now.saturating_sub(self.heard[client]) >= PATIENCE;
-        // A coordinator that stands still answers nobody: whoever can asks another one.
-        let other = reads_from.is_some_and(|host| self.stands_still(host)) && self.leads().len() > 1;
-        if gone || (impatient && other) || self.clients[client].leaves() {
-            let lead = reads_from.and_then(|host| match self.processes.get(&host) {
-                Some(Process::Lead(lead)) => Some(lead),
-                Some(Process::Stage(_)) | None => None,
-            });
-            self.clients[client].hang_up(lead.map(AsRef::as_ref));
-            self.heard[client] = self.now;
-            if let Some(host) = reads_from {
-                lock(&self.net).after(Duration::ZERO, Event::Turn { host });
-            }
-        }
-        let host = reads_from.filter(|host| self.processes.contains_key(host)).or_else(|| self.lead());
-        if let Some(host) = host.filter(|host| !self.stands_still(*host)) {
-            self.step_client(client, host)?;
-        }
-        let wait = self.clients[client].pause();
-        lock(&self.net).after(wait, Event::Client { client });
-        Ok(())
-    }
-
-    fn step_client(&mut self, client: usize, host: HostId) -> Result<(), Broken> {
-        let logged = self.disk.is_some();
-        let Some(Process::Lead(lead)) = self.processes.get(&host) else { return Ok(()) };
-        let what = match self.clients[client].step(host, lead, logged)? {
-            Step::Waits => return Ok(()),
-            Step::Said(what) => what,
-            Step::ReadsOn(told) => format!("reads on from token {told}"),
-            Step::Asked(session) => {
-                let reference = self.clients[client].reference.clone();
-                let owner = owner(logged, host, session);
-                self.owners.insert(owner, client);
-                self.memory.expect(owner, reference);
-                format!("asks for session {session}")
-            }
-        };
-        self.heard[client] = self.now;
-        self.note(Note::Client { client, what });
-        lock(&self.net).after(Duration::ZERO, Event::Turn { host });
-        Ok(())
-    }
-
-    /// Clients of a coordinator read what it says.
-    fn read_clients(&mut self, host: HostId) -> Result<(), Broken> {
-        for client in 0..self.clients.len() {
-            if self.clients[client].host() != Some(host) {
-                continue;
-            }
-            if let Some(what) = self.clients[client].read(self.disk.as_ref())? {
-                self.heard[client] = self.now;
-                self.note(Note::Client { client, what });
-            }
-        }
-        Ok(())
-    }
-
-    // What is checked of everything.
-
-    /// Looks at what was sent since the last event.
-    fn look_at_sent(&mut self) -> Result<(), Broken> {
-        let (sent, queued) = {
-            let mut net = lock(&self.net);
-            (std::mem::take(&mut net.sent), net.queued_max)
-        };
-        if queued > SEND_QUEUE_MAX {
-            return broken(Invariant::Bounds, format!("{queued} bodies of one lane are on their way"));
-        }
-        let logged = self.disk.is_some();
-        for message in sent {
-            match message.lane {
-                Lane::Reply => {
-                    let Ok(Data::Reply(reply)) = codec::decode_data(message.body) else { continue };
-                    let Some(block) = reply.draft else { continue };
-                    let at = reply.pos.plus(reply.len.saturating_sub(1));
-                    self.memory.drafted(owner(logged, message.to.start, reply.session), at, &block.tokens)?;
-                }
-                Lane::Control => {
-                    let Some(disk) = self.disk.as_ref() else { continue };
-                    let Ok(Control::Join(join)) = codec::decode_control(&message.body) else { continue };
-                    let durable = disk.lock().durable_view();
-                    if join.view > durable {
-                        let why = format!(
-                            "process {} sends a join of view {}, view {durable} is synced",
-                            message.from, join.view
-                        );
-                        return broken(Invariant::Join, why);
-                    }
-                }
-                Lane::Data => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether the run is over, or too late.
-    fn look_at_end(&mut self) -> Result<(), Broken> {
-        if self.over_at.is_some() || !self.clients.iter().all(SimClient::is_done) {
-            let late = self.calm && self.now > self.calm_at + FINISH;
-            if late && self.over_at.is_none() {
-                let why = format!("{} s without a fault, and not every session has ended", FINISH.as_secs());
-                return broken(Invariant::Liveness, why);
-            }
-            return Ok(());
-        }
-        self.calm_down()?;
-        self.over_at = Some(self.now + self.scenario.settle);
-        Ok(())
-    }
-
-    /// When every session has ended and a while went by, nothing is left of them.
-    fn look_at_leaks(&mut self) -> Result<(), Broken> {
-        let ours: Vec<SessionId> = self.owners.keys().map(|(_, session)| *session).collect();
-        for (host, process) in &self.processes {
-            match process {
-                Process::Stage(stage) => {
-                    let toys = self.toys.lock().unwrap_or_else(PoisonError::into_inner);
-                    let (open, held) = (stage.open_sessions(), toys.open.get(host).copied().unwrap_or(0));
-                    // A probe round may be on its way. State of sessions that ended while a stage was in no ring
-                    // is freed later.
-                    if open > 1 || (held > 1 && self.scenario.settle > SETTLE) || held > MAX_SESSIONS as usize {
-                        let why = format!("process {host} has {open} sessions open and state of {held} at the end");
-                        return broken(Invariant::Leak, why);
-                    }
-                }
-                Process::Lead(lead) => {
-                    if let Some((id, _)) = lead.sessions().find(|(id, _)| ours.contains(id))
-                        && self.lead() == Some(*host)
-                    {
-                        return broken(Invariant::Leak, format!("process {host} holds session {id} at the end"));
-                    }
-                    if self.struck.is_empty() && !lead.breaks().is_empty() {
-                        return broken(
-                            Invariant::Slow,
-                            format!("nothing failed, and rings broke: {:?}", lead.breaks()),
-                        );
-                    }
-                }
-            }
-        }
-        Ok(())
     }
 }
 
