@@ -91,6 +91,15 @@ pub enum ApiError {
         /// What the client called it.
         request: String,
     },
+    /// Another coordinator has it.
+    #[error(
+        "stream {request} is another coordinator's, started after this one with the same log: read on there, or \
+         where none is left start one again"
+    )]
+    StreamElsewhere {
+        /// What the client called it.
+        request: String,
+    },
     /// An event that can't have been the last one.
     #[error("Last-Event-ID: expected {expected}, got {got}")]
     LastEvent {
@@ -171,6 +180,7 @@ impl ApiError {
             Self::NoVerdict => (StatusCode::INTERNAL_SERVER_ERROR, "no_verdict", None),
             Self::Internal { .. } => (StatusCode::INTERNAL_SERVER_ERROR, "internal", None),
             Self::NoStream { .. } => (StatusCode::NOT_FOUND, "no_stream", None),
+            Self::StreamElsewhere { .. } => (StatusCode::CONFLICT, "detached", None),
             Self::LastEvent { .. } => (StatusCode::BAD_REQUEST, "invalid_value", Some("last-event-id")),
             Self::NoRoute { .. } => (StatusCode::NOT_FOUND, "no_route", None),
             Self::Method { .. } => (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", None),

@@ -29,7 +29,7 @@ use crate::api::session::Session;
 use crate::api::stall::Stall;
 use crate::api::text::Vocabulary;
 use crate::clock;
-use crate::coordinator::job::Serve;
+use crate::coordinator::job::{AttachError, Serve};
 
 /// Bytes of a body that hold no prompt: other fields, white space.
 const BODY_BYTES_BASE: usize = 256 << 10;
@@ -190,7 +190,10 @@ async fn streams(
 ) -> Result<Response, ApiError> {
     let (session, read) = resume::wanted(&request, &headers)?;
     let attached = api.serve.attach(session, resume::authorization(&headers)).await;
-    let attached = attached.ok_or(ApiError::NoStream { request })?;
+    let attached = attached.map_err(|why| match why {
+        AttachError::Unknown => ApiError::NoStream { request },
+        AttachError::Elsewhere => ApiError::StreamElsewhere { request },
+    })?;
     resume::check(&attached, session, read)?;
     let (ask, created) = resume::ask(&attached)?;
     let label = Label::new(&ask, created, &api.serve.model());

@@ -2,10 +2,9 @@
 
 use std::time::Instant;
 
-use tokio::sync::oneshot;
-
 use crate::clock;
-use crate::coordinator::job::{Event, JobError, JobSide, JobStats, Request};
+use crate::coordinator::handle::Answer;
+use crate::coordinator::job::{AttachError, Event, JobError, JobSide, JobStats, Request};
 use crate::coordinator::log::book::Logged;
 use crate::coordinator::log::folder::ENDED_MAX;
 use crate::coordinator::log::record::{Ended, Opened};
@@ -68,14 +67,9 @@ impl Kept {
 }
 
 impl Shell {
-    /// Gives a session to another reader; a session that is not there answers with nothing.
-    pub(super) fn attach(
-        &mut self,
-        id: SessionId,
-        authorization: Option<[u8; 32]>,
-        reader: JobSide,
-        found: oneshot::Sender<Found>,
-    ) {
+    /// Gives a session to another reader. One that is not there answers with nothing, unless a coordinator that was
+    /// started later may have it: that one's log is on the same disk, and nothing of it is lost.
+    pub(super) fn attach(&mut self, id: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: Answer) {
         if let Some(session) = self.sessions.get_mut(&id) {
             let readers = &mut session.readers;
             if session.durable == Durable::Unlogged || readers.client.authorization != authorization {
@@ -97,20 +91,22 @@ impl Shell {
                 before.end(Event::Failed(JobError::Detached { why }));
             }
             // A reader that is gone already is heard of as any other.
-            let _ = found.send(answer);
+            let _ = found.send(Ok(answer));
         } else if let Some(kept) =
             self.kept.get_mut(&id).filter(|kept| kept.opened.client.authorization == authorization)
         {
             kept.number += 1;
             kept.until = None;
             reader.end(kept.last.clone());
-            let _ = found.send(Found {
+            let _ = found.send(Ok(Found {
                 number: kept.number,
                 request: kept.opened.request.clone(),
                 form: kept.opened.client.form.clone(),
                 tokens: kept.tokens.clone(),
                 ended: true,
-            });
+            }));
+        } else if self.log.is_open() && (self.log.is_later(id) || self.ring.is_superseded()) {
+            let _ = found.send(Err(AttachError::Elsewhere));
         }
     }
 

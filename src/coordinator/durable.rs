@@ -106,6 +106,11 @@ impl LogGate {
         (self.own.0 << SESSION_BITS) | 1
     }
 
+    /// Whether a coordinator that was started later gave this id.
+    pub(super) fn is_later(&self, session: SessionId) -> bool {
+        session.0 >> SESSION_BITS > self.own.0
+    }
+
     /// Positions by which what is durable may be behind what is committed.
     pub(super) fn lag(&self) -> u32 {
         if self.is_open() { LAG } else { 0 }

@@ -12,12 +12,15 @@ use tokio::sync::{mpsc, oneshot};
 use crate::clock;
 use crate::coordinator::attach::Found;
 use crate::coordinator::job::{
-    Attached, Client, Job, JobSide, Mode, ModelFacts, Request, RingStatus, Serve, SubmitError,
+    AttachError, Attached, Client, Job, JobSide, Mode, ModelFacts, Request, RingStatus, Serve, SubmitError,
 };
 use crate::ids::SessionId;
 
 /// Requests that wait for the loop.
 pub(crate) const COMMANDS_MAX: usize = 256;
+
+/// Who wants to read on is told this; dropped: the session is unknown.
+pub(crate) type Answer = oneshot::Sender<Result<Found, AttachError>>;
 
 /// What the loop is told.
 #[derive(Debug)]
@@ -25,7 +28,7 @@ pub(crate) enum Command {
     /// Start a session.
     Submit { session: SessionId, request: Request, client: Client, reader: JobSide },
     /// Let another reader read a session on.
-    Attach { session: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: oneshot::Sender<Found> },
+    Attach { session: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: Answer },
     /// Its reader, the so-many-th, has enough.
     Enough { session: SessionId, reader: u64 },
     /// Its reader, the so-many-th, is gone.
@@ -136,15 +139,19 @@ impl Serve for Coordinator {
         Ok(job)
     }
 
-    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+    fn attach(
+        &self,
+        session: SessionId,
+        authorization: Option<[u8; 32]>,
+    ) -> BoxFuture<'_, Result<Attached, AttachError>> {
         Box::pin(async move {
             let (job, reader, caller) = Job::channel(session);
             let (found, finding) = oneshot::channel();
-            self.commands.send(Command::Attach { session, authorization, reader, found }).await.ok()?;
-            // A session that is not found answers with nothing.
-            let Found { number, request, form, tokens, ended } = finding.await.ok()?;
+            let asked = self.commands.send(Command::Attach { session, authorization, reader, found }).await;
+            asked.map_err(|_| AttachError::Unknown)?;
+            let Found { number, request, form, tokens, ended } = finding.await.map_err(|_| AttachError::Unknown)??;
             self.watch(session, number, caller);
-            Some(Attached { job, request, form, tokens, ended })
+            Ok(Attached { job, request, form, tokens, ended })
         })
     }
 

@@ -257,6 +257,17 @@ pub enum SubmitError {
     },
 }
 
+/// Why a session is not read on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AttachError {
+    /// It is not there for this authorization.
+    #[error("it is unknown, was cancelled, or has ended and was read")]
+    Unknown,
+    /// A coordinator that was started later with the same log has it, if anyone.
+    #[error("a coordinator that was started later has it: ask that one, or start it again")]
+    Elsewhere,
+}
+
 /// A session under way. Dropping it cancels the session and frees it on every stage.
 #[derive(Debug)]
 pub struct Job {
@@ -424,10 +435,17 @@ pub trait Serve: Send + Sync + 'static {
         self.submit(request)
     }
 
-    /// Reads a session on; whoever read it before is told so. `None`: there is none, or it is another's.
-    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+    /// Reads a session on; whoever read it before is told so.
+    ///
+    /// # Errors
+    /// [`AttachError`]; another reader's session is unknown.
+    fn attach(
+        &self,
+        session: SessionId,
+        authorization: Option<[u8; 32]>,
+    ) -> BoxFuture<'_, Result<Attached, AttachError>> {
         let _ = (session, authorization);
-        Box::pin(std::future::ready(None))
+        Box::pin(std::future::ready(Err(AttachError::Unknown)))
     }
 
     /// The ring as it stands.

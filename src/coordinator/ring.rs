@@ -99,6 +99,8 @@ enum State {
 pub struct Ring {
     layers: u16,
     view: View,
+    /// The last view that members were asked to join; below `view` where an offer told of a later one.
+    asked: Option<View>,
     members: BTreeMap<Node, Member>,
     /// Members of the last view that was joined.
     incumbents: BTreeSet<Node>,
@@ -115,6 +117,7 @@ impl Ring {
         let mut ring = Self {
             layers,
             view: View(0),
+            asked: None,
             members: BTreeMap::new(),
             incumbents: BTreeSet::new(),
             spares_from: None,
@@ -317,12 +320,15 @@ impl Ring {
 
     /// A member refuses the view, or leaves it for another coordinator's.
     pub fn handle_join_refused(&mut self, peer: Node, view: View, current: View, reason: &str, now: Instant) {
-        if (view != self.view && current <= self.view) || self.is_superseded() {
+        // A view of which an offer told alone is not this coordinator's: a stage that left its view for that one
+        // obeys another.
+        let led = self.asked.map_or(self.view, |asked| if view <= asked { asked } else { self.view });
+        if (view != self.view && current <= led) || self.is_superseded() {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
         let name = range.map_or_else(|| format!("stage {peer}"), |range| format!("stage {range} ({peer})"));
-        if current > self.view {
+        if current > led {
             let why = format!("{name} obeys a view above this coordinator's: {reason}");
             let decision = self.decide(&Evidence::Fault { peer, why: &why }, now);
             self.carry_out(Decision { next: Next::GoOn, ..decision }, now);
@@ -409,6 +415,7 @@ impl Ring {
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
         self.view = View(self.view.0 + 1);
+        self.asked = Some(self.view);
         self.incumbents = ring.iter().copied().collect();
         let neighbour = |at: Option<usize>| {
             at.and_then(|at| ring.get(at)).and_then(|peer| self.members.get(peer)).map(Member::neighbour)

@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 
 use crate::coordinator::attach::Found;
 use crate::coordinator::handle::Command;
-use crate::coordinator::job::{Client, Event, Finish, Job, JobError, Request, SubmitError};
+use crate::coordinator::job::{AttachError, Client, Event, Finish, Job, JobError, Request, SubmitError};
 use crate::ids::{SessionId, TokenId};
 use crate::sim::agenda::HostId;
 use crate::sim::check::{Broken, Invariant, broken};
@@ -25,7 +25,7 @@ enum State {
     /// Its connection is gone; it wants to read on.
     Lost,
     /// It has asked to read on.
-    Seeks { host: HostId, job: Job, found: oneshot::Receiver<Found> },
+    Seeks { host: HostId, job: Job, found: oneshot::Receiver<Result<Found, AttachError>> },
     /// It was told the end.
     Done,
 }
@@ -129,7 +129,7 @@ impl SimClient {
                 self.state = State::Seeks { host, job, found };
                 Ok(Step::Said(format!("asks process {host} to read on")))
             }
-            State::Seeks { .. } => self.found(lead.shell.ring.is_superseded() || lead.lost_batch()),
+            State::Seeks { .. } => self.found(lead.lost_batch()),
             State::Reads { .. } | State::Done => Ok(Step::Waits),
         }
     }
@@ -149,13 +149,14 @@ impl SimClient {
         }
     }
 
-    /// `waits`: the coordinator says itself that another one leads, or that it has to be started again.
+    /// `waits`: the coordinator says itself that it has to be started again.
     fn found(&mut self, waits: bool) -> Result<Step, Broken> {
         let State::Seeks { host, job, mut found } = std::mem::replace(&mut self.state, State::Lost) else {
             return Ok(Step::Waits);
         };
         match found.try_recv() {
-            Ok(there) => {
+            Ok(Err(_)) => Ok(Step::Said("is told to wait for another coordinator".to_owned())),
+            Ok(Ok(there)) => {
                 // The two agree as far as both go: each is a part of the one text.
                 if !self.reference.tokens.starts_with(&there.tokens) {
                     let why = format!(

@@ -132,12 +132,20 @@ impl World {
         self.start_lead_again()
     }
 
+    /// Whether a coordinator lives that does not know of another one which leads.
+    fn is_led(&self) -> bool {
+        let leads = |process: &Process| matches!(process, Process::Lead(lead) if !lead.shell.ring.is_superseded());
+        self.processes.values().any(leads)
+    }
+
+    /// Behind the last fault no coordinator may be left but some that stopped serving for another one, which
+    /// died before it led: the operator starts one of them again, as it says itself.
+    pub(super) fn replace_superseded(&mut self) -> Result<(), Broken> {
+        if !self.calm || self.is_led() { Ok(()) } else { self.restart_leads() }
+    }
+
     fn start_lead_again(&mut self) -> Result<(), Broken> {
-        let leads = |host: &HostId| {
-            let process = self.processes.get(host);
-            matches!(process, Some(Process::Lead(lead)) if !lead.shell.ring.is_superseded())
-        };
-        if self.leads().iter().any(leads) {
+        if self.is_led() {
             return Ok(());
         }
         // One that knows that it does not lead may still be there.

@@ -456,7 +456,8 @@ impl World {
             let wait = self.draw.micros(20, 3_000);
             lock(&self.net).after(wait, Event::Disk { host });
         }
-        self.read_clients(host)
+        self.read_clients(host)?;
+        self.replace_superseded()
     }
 
     fn on_disk(&mut self, host: HostId) -> Result<(), Broken> {

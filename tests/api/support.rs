@@ -8,8 +8,8 @@ use futures::future::BoxFuture;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::text::Vocabulary;
 use ringfence::coordinator::job::{
-    Attached, Client as Asker, Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats, MemberStatus,
-    ModelFacts, Request, RingStatus, Serve, SubmitError,
+    AttachError, Attached, Client as Asker, Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats,
+    MemberStatus, ModelFacts, Request, RingStatus, Serve, SubmitError,
 };
 use ringfence::ids::{SessionId, TokenId, View, WireEncoding};
 use serde_json::Value;
@@ -128,7 +128,11 @@ impl Serve for Script {
         Ok(job)
     }
 
-    fn attach(&self, session: SessionId, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Option<Attached>> {
+    fn attach(
+        &self,
+        session: SessionId,
+        authorization: Option<[u8; 32]>,
+    ) -> BoxFuture<'_, Result<Attached, AttachError>> {
         let at = usize::try_from(session.0).unwrap().checked_sub(1);
         let asked = at.and_then(|at| self.requests.lock().unwrap().get(at).cloned());
         let found = asked.filter(|(_, client)| client.authorization == authorization);
@@ -142,7 +146,7 @@ impl Serve for Script {
             let ended = self.says.as_ref().unwrap().len() == said + 1;
             Attached { job, request, form, tokens, ended }
         });
-        Box::pin(std::future::ready(attached))
+        Box::pin(std::future::ready(attached.ok_or(AttachError::Unknown)))
     }
 
     fn status(&self) -> RingStatus {

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ringfence::config::{CoordinatorSettings, LogSettings};
-use ringfence::coordinator::job::{Attached, Client, Event, Finish, Job, JobError, Mode, Request, Serve};
+use ringfence::coordinator::job::{AttachError, Attached, Client, Event, Finish, Job, JobError, Mode, Request, Serve};
 use ringfence::coordinator::log::{Disk, Log};
-use ringfence::ids::TokenId;
+use ringfence::ids::{SessionId, TokenId};
 use ringfence::transport::memory::MemoryNetwork;
 
 use crate::rig::{PATIENCE, Rig, prompt, quick, ranges, request, tiny, warm};
@@ -107,7 +107,7 @@ async fn a_broken_connection_is_read_on_and_the_second_reader_wins() {
     read(&mut job, 0, 3).await;
     drop(job);
     for wrong in [None, Some([8; 32])] {
-        assert!(rig.coordinator.attach(session, wrong).await.is_none(), "another's session is none");
+        assert_eq!(rig.coordinator.attach(session, wrong).await.err(), Some(AttachError::Unknown));
     }
     let mut first = rig.coordinator.attach(session, Some([7; 32])).await.unwrap();
     let told = first.tokens.len();
@@ -137,11 +137,15 @@ async fn a_session_that_nobody_reads_on_is_cancelled() {
     read(&mut job, 0, 3).await;
     drop(job);
     rig.until("the session is freed", |rig| rig.coordinator_sessions() == 0).await;
-    assert!(rig.coordinator.attach(session, None).await.is_none());
+    assert_eq!(rig.coordinator.attach(session, None).await.err(), Some(AttachError::Unknown));
     // What is told of a later session is in the log behind the end of this one.
     rig.run(request(&prompt(5), 2, Mode::Plain)).await;
     rig.restart(|| open(folder.path())).await;
-    assert!(rig.coordinator.attach(session, None).await.is_none(), "that it was cancelled is logged");
+    let gone = rig.coordinator.attach(session, None).await.err();
+    assert_eq!(gone, Some(AttachError::Unknown), "that it was cancelled is logged");
+    let later = SessionId(session.0 + (1 << 33));
+    let elsewhere = rig.coordinator.attach(later, None).await.err();
+    assert_eq!(elsewhere, Some(AttachError::Elsewhere), "an id of a later coordinator is that one's");
     rig.ready().await;
     rig.end().await;
 }

@@ -27,7 +27,7 @@ fn run_all(seeds: u64, plant: Option<Plant>) -> Option<Box<Failure>> {
 
 #[test]
 fn hundreds_of_seeds_hold_every_invariant() {
-    if let Some(failure) = run_all(300, None) {
+    if let Some(failure) = run_all(500, None) {
         panic!("{failure}");
     }
 }

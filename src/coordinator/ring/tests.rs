@@ -125,6 +125,42 @@ fn a_coordinator_refused_for_an_older_view_stops_serving() {
     assert!(ring.missing().unwrap().contains("stops serving"));
 }
 
+/// One that stood still hears of the view that another coordinator leads in two ways, in any order.
+#[test]
+fn a_view_that_an_offer_tells_of_is_not_its_own() {
+    for offer_first in [true, false] {
+        let now = clock::now();
+        let (head, tail) = (Node::random(), Node::random());
+        let mut ring = Ring::new(7);
+        ring.handle_offer(head, offer("0:4", 0), now);
+        ring.handle_offer(tail, offer("4:7", 0), now);
+        ring.handle_joined(head, View(1));
+        ring.handle_joined(tail, View(1));
+        ring.handle_gone(tail, "no sign of life", now);
+        if offer_first {
+            ring.handle_gone(head, "no sign of life", now);
+            ring.handle_offer(tail, offer("4:7", 2), now);
+        }
+        ring.handle_join_refused(head, View(1), View(2), "another coordinator took over", now);
+        assert!(ring.is_superseded(), "offer first: {offer_first}");
+    }
+}
+
+/// A refusal that was long under way is of a view that this coordinator has left behind itself.
+#[test]
+fn a_late_refusal_is_not_heard() {
+    let now = clock::now();
+    let (head, tail) = (Node::random(), Node::random());
+    let mut ring = Ring::new(7);
+    ring.handle_offer(head, offer("0:4", 0), now);
+    ring.handle_offer(tail, offer("4:7", 0), now);
+    ring.handle_gone(tail, "no sign of life", now);
+    ring.handle_offer(tail, offer("4:7", 0), now);
+    assert_eq!(ring.view(), View(2));
+    ring.handle_join_refused(head, View(1), View(2), "late", now);
+    assert!(!ring.is_superseded());
+}
+
 #[test]
 fn a_spare_takes_no_place_for_being_the_first() {
     let now = clock::now();

@@ -4,7 +4,6 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::config::MAX_SESSIONS;
-use crate::ids::SessionId;
 use crate::proto::codec::{self, Data};
 use crate::proto::control::Control;
 use crate::sim::check::{Broken, Invariant, broken};
@@ -70,7 +69,7 @@ impl World {
 
     /// When every session has ended and a while went by, nothing is left of them.
     pub(super) fn look_at_leaks(&mut self) -> Result<(), Broken> {
-        let ours: Vec<SessionId> = self.owners.keys().map(|(_, session)| *session).collect();
+        let logged = self.disk.is_some();
         for (host, process) in &self.processes {
             match process {
                 Process::Stage(stage) => {
@@ -84,7 +83,8 @@ impl World {
                     }
                 }
                 Process::Lead(lead) => {
-                    if let Some((id, _)) = lead.sessions().find(|(id, _)| ours.contains(id))
+                    if let Some((id, _)) =
+                        lead.sessions().find(|(id, _)| self.owners.contains_key(&owner(logged, *host, **id)))
                         && self.lead() == Some(*host)
                     {
                         return broken(Invariant::Leak, format!("process {host} holds session {id} at the end"));
