@@ -12,6 +12,7 @@ pub mod generate;
 pub mod ids;
 pub mod memory;
 pub mod process;
+mod receipt;
 pub mod ring;
 pub mod ringctl;
 pub mod score;

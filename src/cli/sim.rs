@@ -1,5 +1,6 @@
 //! `ringctl sim`: runs seeds of the simulator on every core, and says how to see a failure again.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::cli::console;
+use crate::cli::{console, receipt};
 use crate::clock;
 use crate::sim::{self, Failure, Plant, Summary};
 
@@ -36,6 +37,9 @@ pub struct SimArgs {
     /// Says the result as one line of JSON
     #[arg(long)]
     pub json: bool,
+    /// Writes the result with machine, versions and command as JSON
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
 }
 
 /// What became of a batch of seeds.
@@ -73,6 +77,13 @@ pub fn run(args: &SimArgs) -> ExitCode {
     }
     let outcome = run_seeds(args, plant);
     report(&outcome, plant, args.json);
+    if let Some(file) = &args.report {
+        let text = format!("{:#}\n", receipt::stamped(figures(&outcome, plant)));
+        if let Err(why) = std::fs::write(file, text) {
+            console::note(&format!("cannot write {}: {why}", file.display()));
+            return ExitCode::from(USAGE_STATUS);
+        }
+    }
     if outcome.failure.is_some() { ExitCode::from(BROKEN_STATUS) } else { ExitCode::SUCCESS }
 }
 
@@ -124,28 +135,7 @@ fn report(outcome: &Outcome, plant: Option<Plant>, as_json: bool) {
     let seconds = took.as_secs_f64().max(1e-9);
     let per_minute = per_minute(*run, seconds);
     if as_json {
-        let failed = failure.as_ref().map_or(Value::Null, |failure| {
-            json!({
-                "seed": failure.seed,
-                "invariant": failure.invariant.name(),
-                "why": failure.why,
-                "story": failure.story,
-                "command": failure.command(),
-            })
-        });
-        let line = json!({
-            "schedules": run,
-            "seconds": seconds,
-            "schedules_per_minute": per_minute,
-            "plant": plant.map(Plant::name),
-            "events": total.events,
-            "faults": total.faults,
-            "heals": total.heals,
-            "tokens": total.tokens,
-            "simulated_s": total.simulated.as_secs_f64(),
-            "failure": failed,
-        });
-        return console::line(&line.to_string());
+        return console::line(&figures(outcome, plant).to_string());
     }
     if let Some(failure) = failure {
         console::line(&failure.to_string());
@@ -160,6 +150,33 @@ fn report(outcome: &Outcome, plant: Option<Plant>, as_json: bool) {
         total.simulated.as_secs_f64(),
         if failure.is_some() { "FAILED" } else { "every invariant held" }
     ));
+}
+
+/// What became of the seeds, as an object.
+fn figures(outcome: &Outcome, plant: Option<Plant>) -> Value {
+    let Outcome { run, total, failure, took } = outcome;
+    let seconds = took.as_secs_f64().max(1e-9);
+    let failed = failure.as_ref().map_or(Value::Null, |failure| {
+        json!({
+            "seed": failure.seed,
+            "invariant": failure.invariant.name(),
+            "why": failure.why,
+            "story": failure.story,
+            "command": failure.command(),
+        })
+    });
+    json!({
+        "schedules": run,
+        "seconds": seconds,
+        "schedules_per_minute": per_minute(*run, seconds),
+        "plant": plant.map(Plant::name),
+        "events": total.events,
+        "faults": total.faults,
+        "heals": total.heals,
+        "tokens": total.tokens,
+        "simulated_s": total.simulated.as_secs_f64(),
+        "failure": failed,
+    })
 }
 
 #[allow(clippy::cast_precision_loss, reason = "nobody runs 2^52 schedules")]

@@ -1,15 +1,13 @@
 //! What runs gave: rows, a table, a JSON report, and a picture of tokens over time.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::time::Instant;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::watch::{Seen, Stream};
-use crate::engine::NUMERICS_ID;
-use crate::proto::control::PROTOCOL_VERSION;
+use crate::cli::receipt;
 
 /// One run, as it is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -99,36 +97,7 @@ pub(crate) fn runs(rows: &[Row]) -> Value {
 
 /// The object of `--report`: the runs, and where and how they were made.
 pub(crate) fn report(rows: &[Row]) -> Value {
-    let command: Vec<String> = std::env::args_os().map(|arg| arg.to_string_lossy().into_owned()).collect();
-    let system = rustix::system::uname();
-    let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
-    json!({
-        "runs": rows,
-        "machine": {
-            "processor": processor(),
-            "processors": std::thread::available_parallelism().map_or(1, usize::from),
-            "memory_bytes": memory(),
-            "system": format!("{} {} {}", text(system.sysname()), text(system.release()), text(system.machine())),
-        },
-        "versions": {
-            "ringfence": env!("CARGO_PKG_VERSION"), "protocol": PROTOCOL_VERSION, "numerics": NUMERICS_ID,
-        },
-        "command": command,
-    })
-}
-
-/// The first processor's name; `None` where the system does not say.
-fn processor() -> Option<String> {
-    let text = fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim().to_owned())
-}
-
-fn memory() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kib: u64 =
-        text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?.split_whitespace().next()?.parse().ok()?;
-    Some(kib.saturating_mul(1024))
+    receipt::stamped(runs(rows))
 }
 
 /// Width of a picture.
