@@ -76,8 +76,9 @@ impl Shell {
     /// Opens a session on every stage, and sends its first frames.
     fn open(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
-        for (peer, _) in &session.ring {
-            self.send(*peer, &Control::Open(session.open.clone()));
+        let (open, ring) = (Control::Open(session.open.clone()), session.ring.clone());
+        for (peer, _) in ring {
+            self.send(peer, &open);
         }
         self.drain_round(id);
     }
@@ -258,7 +259,7 @@ impl Shell {
 
     pub(super) fn send_frame(&mut self, to: Option<Node>, body: bytes::Bytes) {
         let Some(to) = to else { return };
-        if let Err(error) = self.link.try_send(to, Lane::Data, body) {
+        if let Err(error) = self.queue(to, Lane::Data, body) {
             self.ring.handle_fault(to, &error.to_string(), clock::now());
         }
     }
@@ -283,20 +284,24 @@ impl Shell {
         self.free(id, pending, settled);
     }
 
-    fn free(&self, id: SessionId, peers: impl IntoIterator<Item = Node>, settled: Position) {
-        // A stage that is gone has freed it with itself.
-        for peer in peers.into_iter().filter(|peer| self.ring.member(*peer).is_some()) {
-            self.send(peer, &Control::Close { session: id, settled });
+    fn free(&mut self, id: SessionId, peers: impl IntoIterator<Item = Node>, settled: Position) {
+        for peer in peers {
+            // A stage that is gone has freed it with itself.
+            if self.ring.member(peer).is_some() {
+                self.send(peer, &Control::Close { session: id, settled });
+            }
         }
     }
 
     /// Frees what a stage that lost its place holds of sessions that ended since.
-    pub(super) fn free_forgotten(&self, peer: Node, report: &StageReport) {
+    pub(super) fn free_forgotten(&mut self, peer: Node, report: &StageReport) {
         if report.view >= self.ring.view() {
             return;
         }
-        for session in report.sessions.iter().filter(|held| !self.sessions.contains_key(&held.session)) {
-            self.send(peer, &Control::Close { session: session.session, settled: session.next });
+        for held in &report.sessions {
+            if !self.sessions.contains_key(&held.session) {
+                self.send(peer, &Control::Close { session: held.session, settled: held.next });
+            }
         }
     }
 
@@ -344,6 +349,9 @@ impl Shell {
             session.phase = Phase::Running;
             session.round.handle_stop();
             self.drain_round(id);
+        } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Localizing { .. })) {
+            // Its round is over: a reply came too late.
+            self.close(id, RoundFinish::Stopped, clock::now());
         } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Parked { .. })) {
             // Nothing is open on any stage.
             self.close(id, RoundFinish::Stopped, clock::now());

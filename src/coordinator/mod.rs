@@ -14,6 +14,7 @@ pub mod handle;
 pub mod heals;
 pub mod job;
 pub mod log;
+mod outbox;
 mod rebuild;
 pub mod ring;
 pub mod run;

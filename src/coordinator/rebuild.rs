@@ -1,7 +1,7 @@
 //! The part of the loop that brings sessions onto the next ring: what a stage lost is sent again, and
 //! checked, before a session goes on.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::coordinator::drive::stage_lost;
@@ -12,6 +12,9 @@ use crate::heal::run::{Output, Run, RunConfig};
 use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View};
 use crate::proto::codec;
 use crate::proto::control::{Control, Digests, Kept};
+
+/// A rebuild may stand still for as long at least.
+const REBUILD_DEADLINE_MIN: Duration = Duration::from_secs(5);
 
 impl Shell {
     /// The ring is whole: sessions that waited go on.
@@ -32,6 +35,7 @@ impl Shell {
 
     /// Asks every stage what it kept of a session.
     fn rebuild(&mut self, id: SessionId, opening: Opening, now: Instant) {
+        let deadline = self.rebuild_deadline();
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let config = opening.round.config();
         let history = config.prompt_len() - 1;
@@ -45,7 +49,7 @@ impl Shell {
                 asked_from: Position(history.min(session.asked_again_from())),
                 committed: !session.committed.is_empty(),
                 chunk: self.settings.prefill_chunk,
-                deadline: self.settings.prefill_deadline,
+                deadline,
             },
             now,
         );
@@ -57,12 +61,21 @@ impl Shell {
         }
     }
 
+    /// How long a rebuild may stand still: whoever holds it up must lose its place while a session still
+    /// has the patience to try another one.
+    fn rebuild_deadline(&self) -> Duration {
+        let deadline = self.settings.prefill_deadline;
+        match self.settings.heal_wait {
+            Duration::ZERO => deadline,
+            patience => deadline.min((patience / 4).max(REBUILD_DEADLINE_MIN)),
+        }
+    }
+
     pub(super) fn handle_opened(&mut self, peer: Node, view: View, id: SessionId, kept: Option<Kept>) {
         let now = clock::now();
         let Some((stage, run)) = self.rebuilding(peer, view, id) else { return };
-        run.handle_opened(stage, kept, now);
-        let again: Vec<u32> = run.computed_again().collect();
-        if !again.is_empty() {
+        if run.handle_opened(stage, kept, now) {
+            let again: Vec<u32> = run.computed_again().collect();
             let bytes = self.replay_bytes(id, &again);
             let positions = again.iter().map(|positions| u64::from(*positions)).sum();
             tracing::info!(session = %id, ?again, "session goes on");

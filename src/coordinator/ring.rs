@@ -218,6 +218,12 @@ impl Ring {
                 let names: Vec<String> = pending.iter().map(Node::to_string).collect();
                 let why =
                     format!("{} did not join view {} in {} s", names.join(", "), self.view, JOIN_DEADLINE.as_secs());
+                // A stage joins once it has heard of the one behind it: of that one, or of the stage itself,
+                // another one takes the place, if there is one.
+                let State::Joining { ring, pending, .. } = &self.state else { return };
+                if let Some(from) = ring.iter().rev().find(|peer| pending.contains(peer)).copied() {
+                    self.doubt(from, now);
+                }
                 self.wait(why, Some(now + RETRY_AFTER));
             }
             State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } | State::Superseded { .. } => {}
@@ -251,9 +257,14 @@ impl Ring {
         }
     }
 
-    /// A member says that its neighbour is gone.
-    pub fn handle_neighbour_lost(&mut self, view: View, lost: Node, why: &str, now: Instant) {
-        if view != self.view {
+    /// A member says that its neighbour is gone. Of others it has nothing to say.
+    pub fn handle_neighbour_lost(&mut self, (from, lost): (Node, Node), view: View, why: &str, now: Instant) {
+        let ring: &[Node] = match &self.state {
+            State::Joining { ring, .. } | State::Whole { ring } => ring,
+            State::Waiting { .. } | State::Superseded { .. } => &[],
+        };
+        let neighbours = ring.windows(2).any(|pair| pair == [from, lost] || pair == [lost, from]);
+        if view != self.view || !neighbours {
             return;
         }
         self.handle_fault(lost, &format!("a neighbour lost it: {why}"), now);
@@ -290,6 +301,14 @@ impl Ring {
         decide(&view, evidence, &Policy { retry_after: RETRY_AFTER }, now)
     }
 
+    /// A member can't reach the one behind it: one of the two loses its place when a view is tried again.
+    fn doubt(&mut self, from: Node, now: Instant) {
+        let lost = self.decide(&Evidence::Unreachable { from }, now).lost;
+        if let Some(member) = lost.and_then(|lost| self.members.get_mut(&lost.peer)) {
+            member.faulted = true;
+        }
+    }
+
     fn carry_out(&mut self, Decision { lost, next }: Decision, now: Instant) {
         let Some(Lost { peer, range, why }) = lost else { return };
         self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
@@ -323,7 +342,7 @@ impl Ring {
         // A view of which an offer told alone is not this coordinator's: a stage that left its view for that one
         // obeys another.
         let led = self.asked.map_or(self.view, |asked| if view <= asked { asked } else { self.view });
-        if (view != self.view && current <= led) || self.is_superseded() {
+        if (view != self.view && current <= led) || self.is_superseded() || !self.incumbents.contains(&peer) {
             return;
         }
         let range = self.members.get(&peer).map(|member| member.offer.range);
@@ -334,12 +353,12 @@ impl Ring {
             self.carry_out(Decision { next: Next::GoOn, ..decision }, now);
             return self.handle_superseded(&why);
         }
+        if matches!(self.state, State::Whole { .. }) {
+            // Sessions are open on it.
+            return self.handle_fault(peer, &format!("it refuses view {view}: {reason}"), now);
+        }
         if current == view {
-            // One of the two loses its place when the view is tried again.
-            let lost = self.decide(&Evidence::Unreachable { from: peer }, now).lost;
-            if let Some(member) = lost.and_then(|lost| self.members.get_mut(&lost.peer)) {
-                member.faulted = true;
-            }
+            self.doubt(peer, now);
         }
         self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }

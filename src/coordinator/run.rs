@@ -23,6 +23,7 @@ use crate::coordinator::heals::Heals;
 use crate::coordinator::job::{ModelFacts, RingStatus};
 use crate::coordinator::log::Log;
 use crate::coordinator::log::writer::{self, Synced};
+use crate::coordinator::outbox::Outbox;
 use crate::coordinator::ring::{Output, Ring};
 use crate::coordinator::session::Session;
 use crate::coordinator::unstarted::Unstarted;
@@ -122,6 +123,7 @@ pub(crate) struct Shell {
     /// Requests that wait for a whole ring.
     pub(super) unstarted: BTreeMap<SessionId, Unstarted>,
     pub(super) log: LogGate,
+    outbox: Outbox,
     /// Dials that are to begin.
     dials: VecDeque<Dial>,
     pub(super) eos: std::collections::BTreeSet<crate::ids::TokenId>,
@@ -191,6 +193,7 @@ impl Shell {
             kept: BTreeMap::new(),
             unstarted: BTreeMap::new(),
             log,
+            outbox: Outbox::default(),
             dials: VecDeque::new(),
             eos: model.eos.iter().copied().collect(),
             vocab: model.vocab,
@@ -239,6 +242,7 @@ impl Shell {
     /// Does what the machines say after something happened.
     pub(crate) fn drain(&mut self) {
         self.drain_heartbeats();
+        self.flush_outbox();
         self.drain_ring();
         self.settle_heals();
         self.flush_log();
@@ -255,6 +259,7 @@ impl Shell {
             self.greeter.poll_timeout(),
             self.ring.poll_timeout(),
             self.heartbeats.poll_timeout(),
+            self.outbox.poll_timeout(),
             self.sessions_timeout(),
             self.readers_timeout(),
             self.unstarted_timeout(),
@@ -350,6 +355,7 @@ impl Shell {
     }
 
     fn handle_gone(&mut self, peer: Node, reason: &str) {
+        self.outbox.handle_gone(peer);
         self.greeter.handle_disconnected(peer);
         if self.heartbeats.remove(peer) {
             tracing::warn!(%peer, reason, "a stage is gone");
@@ -418,7 +424,7 @@ impl Shell {
             }
             Control::NeighbourLost { view, peer: lost, reason } => {
                 if lost != self.link.local() {
-                    self.ring.handle_neighbour_lost(view, lost, &reason, now);
+                    self.ring.handle_neighbour_lost((peer, lost), view, &reason, now);
                 }
             }
             Control::Draining => {
@@ -477,14 +483,48 @@ impl Shell {
         self.link.disconnect(peer, &reason);
     }
 
-    pub(super) fn send(&self, peer: Node, message: &Control) {
+    pub(super) fn send(&mut self, peer: Node, message: &Control) {
         match codec::encode_control(message) {
             Ok(body) => {
-                if let Err(error) = self.link.try_send(peer, Lane::Control, body) {
+                if let Err(error) = self.queue(peer, Lane::Control, body) {
                     tracing::warn!(%peer, %error, "a control message can't be sent");
                 }
             }
             Err(error) => tracing::error!(%peer, %error, "a control message can't be written"),
+        }
+    }
+
+    /// Queues a body at a peer; where its queue is full, it waits here for a while.
+    pub(super) fn queue(&mut self, to: Node, lane: Lane, body: Bytes) -> Result<(), LinkError> {
+        if !self.outbox.holds(to, lane) {
+            match self.link.try_send(to, lane, body.clone()) {
+                Err(LinkError::Stalled { .. }) => {}
+                sent => return sent,
+            }
+        }
+        self.outbox.put(to, lane, body, clock::now());
+        Ok(())
+    }
+
+    /// Tries again what waits for full queues.
+    fn flush_outbox(&mut self) {
+        let now = clock::now();
+        while let Some((to, lane, body)) = self.outbox.poll_send(now) {
+            let why = match self.link.try_send(to, lane, body) {
+                Ok(()) => {
+                    self.outbox.handle_sent(to, lane, now);
+                    continue;
+                }
+                Err(LinkError::Stalled { .. }) => match self.outbox.handle_full(to, lane, now) {
+                    None => continue,
+                    Some(waited) => format!("it took nothing for {} ms", waited.as_millis()),
+                },
+                Err(error) => {
+                    self.outbox.handle_gone(to);
+                    error.to_string()
+                }
+            };
+            self.ring.handle_fault(to, &why, now);
         }
     }
 

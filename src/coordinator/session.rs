@@ -127,6 +127,8 @@ pub(crate) struct Session {
     last: Option<Instant>,
     /// When it has to be served again, if its ring was lost since the last token.
     patience: Option<Instant>,
+    /// When it went on on its present ring, or began.
+    resumed: Instant,
 }
 
 impl Session {
@@ -156,18 +158,26 @@ impl Session {
             first: None,
             last: None,
             patience: None,
+            resumed: now,
         }
     }
 
-    /// Its ring is lost: it waits. Rings that are lost again before a token came don't extend the wait.
+    /// Its ring is lost: it waits. Rings that are lost again before a token came extend the wait by no more
+    /// than they spent on getting its state back.
     pub(crate) fn park(&mut self, error: JobError, until: Instant) {
-        let until = *self.patience.get_or_insert(until);
+        let spent = match &self.phase {
+            Phase::Rebuilding(run) => run.progressed().saturating_duration_since(self.resumed),
+            Phase::Running | Phase::Closing { .. } | Phase::Localizing { .. } | Phase::Parked { .. } => Duration::ZERO,
+        };
+        let until = *self.patience.get_or_insert(until) + spent;
+        self.patience = Some(until);
         self.phase = Phase::Parked { error, until };
     }
 
     /// Goes on on another ring, when `run` is over.
     pub(crate) fn resume(&mut self, opening: Opening, run: Run, now: Instant) {
         let Opening { open, round, ring, replayed, .. } = opening;
+        self.resumed = now;
         self.past.absorb(self.round.stats());
         (self.open, self.round, self.ring, self.replayed) = (open, round, ring, replayed);
         self.phase = Phase::Rebuilding(Box::new(run));

@@ -143,17 +143,25 @@ impl Run {
         }
     }
 
-    /// Takes in what a stage kept; `None`: nothing.
-    pub fn handle_opened(&mut self, stage: usize, kept: Option<Kept>, now: Instant) {
-        let Phase::Asking = self.phase else { return };
+    /// When a stage told of progress last.
+    #[must_use]
+    pub fn progressed(&self) -> Instant {
+        self.progressed
+    }
+
+    /// Takes in what a stage kept; `None`: nothing. Says whether it was the last one that was asked.
+    pub fn handle_opened(&mut self, stage: usize, kept: Option<Kept>, now: Instant) -> bool {
+        let Phase::Asking = self.phase else { return false };
         let kept = kept.filter(|kept| self.is_ours(kept));
-        let Some(asked) = self.stages.get_mut(stage) else { return };
+        let Some(asked) = self.stages.get_mut(stage) else { return false };
         asked.next = kept.as_ref().map_or(Position(0), |kept| kept.next);
         asked.kept = Some(kept);
         self.progressed = now;
-        if self.stages.iter().all(|stage| stage.kept.is_some()) {
+        let last = self.stages.iter().all(|stage| stage.kept.is_some());
+        if last {
             self.begin();
         }
+        last
     }
 
     /// Takes in that a stage computed the history below `next`.
@@ -175,6 +183,7 @@ impl Run {
         }
         stage.next = next;
         stage.outputs.append(outputs);
+        stage.outputs.keep_last(CHECKED_POSITIONS as usize);
         self.progressed = now;
         self.feed();
     }
@@ -205,7 +214,9 @@ impl Run {
             }
             Phase::Feeding(feeds) => {
                 let to = feeds.last().map_or(self.history, |feed| feed.to);
-                let behind = self.stages.iter().position(|stage| stage.next < to);
+                // Stages in front of a journal that feeds are fed later.
+                let first = feeds.last().and_then(|feed| feed.source).map_or(0, |source| source + 1);
+                let behind = (first..self.stages.len()).find(|stage| self.stages[*stage].next < to);
                 let next = behind.map_or(to, |stage| self.stages[stage].next);
                 (behind, format!("its rebuild stood still at position {next} of {to} for {waited} ms"))
             }
@@ -334,6 +345,13 @@ impl Digests {
     #[must_use]
     pub fn get(&self, at: Position) -> Option<&[u8; 32]> {
         self.list.get(at.0.checked_sub(self.from.0)? as usize)
+    }
+
+    /// Forgets all but the last so many.
+    pub fn keep_last(&mut self, most: usize) {
+        let beyond = self.list.len().saturating_sub(most);
+        self.list.drain(..beyond);
+        self.from = self.from.plus(u32::try_from(beyond).unwrap_or(u32::MAX));
     }
 
     /// The positions with their digests.

@@ -6,6 +6,7 @@
 //! the fence (`Worker::handle_computed`) and sends on what `Worker::poll_send` says. Sessions take
 //! turns. In production that is a thread ([`thread`]); the simulator drives the same machine.
 
+mod ended;
 mod outbox;
 mod pass;
 mod resume;
@@ -26,6 +27,7 @@ use crate::node::counters::Counters;
 use crate::node::journal::Journals;
 use crate::node::membership::Route;
 use crate::node::session::{Session, Work};
+use crate::node::worker::ended::Ended;
 use crate::node::worker::outbox::Outbox;
 use crate::node::worker::pass::Desk;
 use crate::node::worker::resume::Waiting;
@@ -136,8 +138,8 @@ pub(crate) struct Worker {
     waiting: BTreeMap<SessionId, Waiting>,
     /// Sessions of older views that were not.
     shelf: Shelf,
-    /// Sessions at or below it were opened once in this view: frames without a session are dropped.
-    opened: Option<SessionId>,
+    /// Sessions that ended in this view: what still comes of them is dropped.
+    ended: Ended,
     early: Vec<Early>,
     /// The session that was served last.
     turn: SessionId,
@@ -160,7 +162,7 @@ impl Worker {
             sessions: BTreeMap::new(),
             waiting: BTreeMap::new(),
             shelf: Shelf::default(),
-            opened: None,
+            ended: Ended::default(),
             early: Vec::new(),
             turn: SessionId(0),
             tells: VecDeque::new(),
@@ -322,7 +324,7 @@ impl Worker {
         }
         self.early.clear();
         self.outbox.clear();
-        self.opened = None;
+        self.ended = Ended::default();
         self.route = route;
     }
 
@@ -334,7 +336,7 @@ impl Worker {
                 Ok(Arrival::Dropped(reason)) => tracing::trace!(session = %id, ?reason, "frame dropped"),
                 Err(error) => self.fail(id, error.to_string()),
             }
-        } else if self.opened.is_none_or(|opened| id > opened) && self.early.len() < EARLY_FRAMES_MAX {
+        } else if !self.waiting.contains_key(&id) && !self.ended.has(id) && self.early.len() < EARLY_FRAMES_MAX {
             self.early.push(Early { frame, until: now + EARLY_FRAME_DEADLINE });
         }
     }
@@ -342,10 +344,12 @@ impl Worker {
     fn open(&mut self, open: Open, now: Instant) {
         let id = open.session;
         let Some(route) = self.route else { return };
-        if open.view != route.view || self.opened.is_some_and(|opened| id <= opened) {
+        if open.view != route.view || self.sessions.contains_key(&id) || self.waiting.contains_key(&id) {
             return;
         }
-        self.opened = Some(id);
+        if self.ended.has(id) {
+            return self.fail(id, format!("session {id} ended here in view {}", route.view));
+        }
         if open.prompt_len == 0 || open.prompt_len > open.positions {
             let (prompt, positions) = (open.prompt_len, open.positions);
             return self.fail(id, format!("prompt of {prompt} positions in a session of {positions}"));
@@ -380,7 +384,7 @@ impl Worker {
 
     fn close(&mut self, id: SessionId) {
         self.early.retain(|early| early.frame.head.session != id);
-        self.opened = self.opened.max(Some(id));
+        self.ended.put(id);
         let report = match self.sessions.remove(&id) {
             Some(session) => session.counters.report(id),
             None => SessionReport { session: id, ..SessionReport::default() },
@@ -394,6 +398,7 @@ impl Worker {
     fn fail(&mut self, id: SessionId, reason: String) {
         self.sessions.remove(&id);
         self.waiting.remove(&id);
+        self.ended.put(id);
         self.forget(id);
         let Some(route) = self.route else { return self.counters.close(id) };
         tracing::warn!(session = %id, %reason, "session failed");
@@ -423,3 +428,6 @@ impl Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

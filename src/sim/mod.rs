@@ -18,7 +18,7 @@ mod plant;
 mod scenario;
 mod stage;
 mod strike;
-mod toy;
+pub(crate) mod toy;
 mod trace;
 mod world;
 

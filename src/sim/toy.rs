@@ -158,7 +158,7 @@ struct State {
 
 /// What the toys of one run share.
 #[derive(Debug, Default)]
-pub(super) struct Toys {
+pub(crate) struct Toys {
     /// How many sessions each process has state of.
     pub(super) open: BTreeMap<u64, usize>,
     /// Sessions that a tail had state of.
@@ -168,11 +168,11 @@ pub(super) struct Toys {
 }
 
 /// The same, shared.
-pub(super) type SharedToys = Arc<Mutex<Toys>>;
+pub(crate) type SharedToys = Arc<Mutex<Toys>>;
 
 /// The toy's layers of one range.
 #[derive(Debug)]
-pub(super) struct ToyEngine {
+pub(crate) struct ToyEngine {
     facts: EngineFacts,
     sessions: BTreeMap<SessionId, State>,
     /// Number of the process, and what it shares.
@@ -181,7 +181,7 @@ pub(super) struct ToyEngine {
 
 impl ToyEngine {
     /// An engine of process `number`.
-    pub(super) fn new(range: LayerRange, number: u64, toys: SharedToys) -> Self {
+    pub(crate) fn new(range: LayerRange, number: u64, toys: SharedToys) -> Self {
         let facts = EngineFacts {
             range,
             layers: LAYERS,

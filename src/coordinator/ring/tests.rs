@@ -146,6 +146,56 @@ fn a_view_that_an_offer_tells_of_is_not_its_own() {
     }
 }
 
+/// What the members of two rings of three do to a ring that stands.
+fn three() -> (Ring, [Node; 3], Node, Instant) {
+    let (now, nodes, spare) = (clock::now(), [Node::random(), Node::random(), Node::random()], Node::random());
+    let mut ring = Ring::new(7);
+    for (peer, range) in nodes.iter().zip(["0:3", "3:5", "5:7"]) {
+        ring.handle_offer(*peer, offer(range, 0), now);
+    }
+    ring.handle_offer(spare, Offer { spare: true, ..offer("5:7", 0) }, now);
+    drain(&mut ring);
+    (ring, nodes, spare, now)
+}
+
+#[test]
+fn only_a_neighbour_says_that_a_stage_is_lost_and_only_a_member_that_it_refuses() {
+    let (mut ring, [head, middle, tail], spare, now) = three();
+    for peer in [head, middle, tail] {
+        ring.handle_joined(peer, View(1));
+    }
+    drain(&mut ring);
+    ring.handle_neighbour_lost((head, tail), View(1), "reset", now);
+    ring.handle_neighbour_lost((spare, tail), View(1), "reset", now);
+    ring.handle_join_refused(spare, View(1), View(9), "it says so", now);
+    assert_eq!((drain(&mut ring), ring.is_superseded()), (vec![], false));
+    ring.handle_neighbour_lost((middle, tail), View(1), "reset", now);
+    assert!(matches!(&drain(&mut ring)[0], Output::Broken { peer, .. } if *peer == tail));
+}
+
+#[test]
+fn a_ring_whose_member_refuses_it_afterwards_is_broken_and_not_only_waited_for() {
+    let (mut ring, [head, middle, tail], _, now) = three();
+    for peer in [head, middle, tail] {
+        ring.handle_joined(peer, View(1));
+    }
+    drain(&mut ring);
+    ring.handle_join_refused(middle, View(1), View(1), "successor: no answer", now);
+    assert!(matches!(&drain(&mut ring)[0], Output::Broken { peer, .. } if *peer == middle));
+}
+
+#[test]
+fn a_join_that_hangs_takes_the_spare_the_next_time() {
+    let (mut ring, [head, middle, tail], spare, _) = three();
+    ring.handle_joined(head, View(1));
+    ring.handle_joined(tail, View(1));
+    ring.handle_timeout(ring.poll_timeout().unwrap());
+    assert!(ring.missing().unwrap().contains(&format!("{middle} did not join view 1")), "{:?}", ring.missing());
+    ring.handle_timeout(ring.poll_timeout().unwrap());
+    let peers: Vec<Node> = joins(&drain(&mut ring)).into_iter().map(|(peer, ..)| peer).collect();
+    assert_eq!(peers, [head, middle, spare]);
+}
+
 /// A refusal that was long under way is of a view that this coordinator has left behind itself.
 #[test]
 fn a_late_refusal_is_not_heard() {

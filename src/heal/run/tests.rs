@@ -211,6 +211,34 @@ fn a_stage_that_says_nothing_is_named() {
 }
 
 #[test]
+fn a_stage_that_is_fed_later_is_not_the_one_that_stands_still() {
+    let (mut run, now) = run(3, 21);
+    for (stage, kept) in [(0, None), (1, kept(21)), (2, None)] {
+        run.handle_opened(stage, kept, now);
+    }
+    prepare(&mut run, now);
+    assert!(effects(&mut run).contains("1: replays"), "the tail is fed first");
+    run.handle_timeout(now + Duration::from_secs(5));
+    let Some(Output::Stuck { stage, .. }) = run.poll_output() else { panic!("nothing moves") };
+    assert_eq!(stage, 2);
+}
+
+#[test]
+fn no_more_results_are_kept_than_are_compared() {
+    let (mut run, now) = run(2, 401);
+    for (stage, kept) in [(0, None), (1, kept(401))] {
+        assert_eq!(run.handle_opened(stage, kept, now), stage == 1, "the last one is said to be");
+    }
+    prepare(&mut run, now);
+    effects(&mut run);
+    for next in (4..=400).step_by(4) {
+        run.handle_rebuilt(0, Position(next), outputs(next - 4, next), now);
+    }
+    assert!(run.stages[0].outputs.list.len() <= CHECKED_POSITIONS as usize);
+    assert_eq!(run.stages[0].outputs.get(Position(399)), Some(&digest(399)));
+}
+
+#[test]
 fn nothing_that_a_stage_says_out_of_turn_panics_or_counts() {
     let (mut run, now) = run(2, 11);
     run.handle_rebuilt(0, Position(5), outputs(0, 5), now);
