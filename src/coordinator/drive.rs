@@ -10,12 +10,12 @@ use crate::coordinator::job::{Client, Event, Finish, JobError, Mode, Request};
 use crate::coordinator::log::record::Ended;
 use crate::coordinator::run::Shell;
 use crate::coordinator::session::{Arithmetic, CLOSE_DEADLINE, LOCALIZE_DEADLINE, Opening, Phase, Readers, Session};
-use crate::heal::decide::{Evidence, Lost};
+use crate::heal::decide::{Evidence, Lost, Next};
 use crate::ids::{LayerRange, Node, Position, SessionId, TokenId, View, WireEncoding};
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Sampling, SessionReport, StageReport, Want};
 use crate::proto::frame::Reply;
-use crate::proto::round::{Deadlines, Finish as RoundFinish, Round, RoundConfig, RoundError, RoundOutput};
+use crate::proto::round::{Deadlines, Finish as RoundFinish, Round, RoundConfig, RoundOutput};
 use crate::transport::Lane;
 
 impl Shell {
@@ -202,12 +202,17 @@ impl Shell {
         let id = reply.session;
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let current = reply.view == self.ring.view();
-        if let Phase::Running = session.phase {
+        if let Phase::Running | Phase::Localizing { .. } = session.phase {
             if let Some(token) = beyond(&reply, self.vocab) {
                 let why = format!("the tail answers with token id {token}, the vocabulary ends at {}", self.vocab);
                 return self.fail(id, JobError::Diverged { why });
             }
             session.round.handle_reply(reply, now);
+            if !session.round.is_overdue() {
+                // A reply that was late came.
+                session.phase = Phase::Running;
+                session.excused = 0;
+            }
             if current {
                 self.went_round(now);
             }
@@ -245,10 +250,12 @@ impl Shell {
                     self.close(id, finish, now);
                     Ok(())
                 }
-                RoundOutput::Failed(error) => {
-                    self.round_failed(id, &error, now);
+                RoundOutput::Overdue { waited, .. } => {
+                    session.probed = None;
+                    self.localize(id, waited, now);
                     Ok(())
                 }
+                RoundOutput::Failed(error) => Err(JobError::Diverged { why: error.to_string() }),
             };
             if let Err(error) = told {
                 self.fail(id, error);
@@ -344,14 +351,11 @@ impl Shell {
     /// The reader has enough: the session ends well.
     fn stop(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get_mut(&id)
-            && let Phase::Running | Phase::Rebuilding(_) = session.phase
+            && let Phase::Running | Phase::Rebuilding(_) | Phase::Localizing { .. } = session.phase
         {
             session.phase = Phase::Running;
             session.round.handle_stop();
             self.drain_round(id);
-        } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Localizing { .. })) {
-            // Its round is over: a reply came too late.
-            self.close(id, RoundFinish::Stopped, clock::now());
         } else if self.sessions.get(&id).is_some_and(|session| matches!(session.phase, Phase::Parked { .. })) {
             // Nothing is open on any stage.
             self.close(id, RoundFinish::Stopped, clock::now());
@@ -375,19 +379,13 @@ impl Shell {
         }
     }
 
-    fn round_failed(&mut self, id: SessionId, error: &RoundError, now: Instant) {
-        match error {
-            RoundError::Overdue { waited, .. } => self.localize(id, *waited, now),
-            other => self.fail(id, JobError::Diverged { why: other.to_string() }),
-        }
-    }
-
     /// Asks every stage how far the session's frames came.
     fn localize(&mut self, id: SessionId, waited: Duration, now: Instant) {
         self.nonce += 1;
         let nonce = self.nonce;
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let pending: BTreeSet<Node> = session.ring.iter().map(|(peer, _)| *peer).collect();
+        session.probes.clear();
         session.phase = Phase::Localizing { waited, nonce, pending: pending.clone(), until: now + LOCALIZE_DEADLINE };
         for peer in pending {
             self.send(peer, &Control::Probe { nonce });
@@ -406,17 +404,39 @@ impl Shell {
             }
         }
         for id in complete {
-            self.judge(id);
+            self.judge(id, clock::now());
         }
     }
 
-    fn judge(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get(&id) else { return };
-        let Phase::Localizing { waited, .. } = session.phase else { return };
-        let evidence = Evidence::Overdue { session: id, sent: session.frames_sent, waited, reports: &session.probes };
-        let Some(Lost { peer, range, why }) = self.ring.handle_overdue(&evidence, clock::now()) else {
-            let why = format!("no reply for {} ms, and its ring is no more", waited.as_millis());
-            return self.fail(id, JobError::NotReady { why });
+    fn judge(&mut self, id: SessionId, now: Instant) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let Phase::Localizing { waited, nonce, .. } = session.phase else { return };
+        let evidence = Evidence::Overdue {
+            session: id,
+            sent: session.frames_sent,
+            waited,
+            reports: &session.probes,
+            before: session.probed.as_ref(),
+            excused: session.excused,
+        };
+        let Lost { peer, range, why } = match self.ring.handle_overdue(&evidence, now) {
+            Ok(lost) => lost,
+            Err(Next::AskAgain(until)) => {
+                session.probed = Some(std::mem::take(&mut session.probes));
+                session.phase = Phase::Localizing { waited, nonce, pending: BTreeSet::new(), until };
+                return;
+            }
+            Err(_) if !self.ring.whole().is_empty() => {
+                tracing::warn!(session = %id, waited_ms = waited.as_millis(), "no reply; the ring is slow and moves");
+                session.excused += 1;
+                session.phase = Phase::Running;
+                session.round.handle_patience(now);
+                return self.drain_round(id);
+            }
+            Err(_) => {
+                let why = format!("no reply for {} ms, and its ring is no more", waited.as_millis());
+                return self.fail(id, JobError::NotReady { why });
+            }
         };
         // The ring counts as broken before its readers hear of it, and parks the session.
         self.drain_ring();
@@ -485,7 +505,12 @@ impl Shell {
                 }
                 Phase::Rebuilding(_) => self.rebuild_timeout(id, now),
                 Phase::Closing { until, .. } if *until <= now && !session.ending => self.finish(id),
-                Phase::Localizing { until, .. } if *until <= now => self.judge(id),
+                // Everybody was asked, and is to be asked again.
+                Phase::Localizing { until, pending, waited, .. } if *until <= now && pending.is_empty() => {
+                    let waited = *waited;
+                    self.localize(id, waited, now);
+                }
+                Phase::Localizing { until, .. } if *until <= now => self.judge(id, now),
                 Phase::Parked { .. } => self.expire_parked(id, now),
                 Phase::Closing { .. } | Phase::Localizing { .. } => {}
             }

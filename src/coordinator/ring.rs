@@ -110,6 +110,9 @@ pub struct Ring {
     outputs: VecDeque<Output>,
 }
 
+/// What decisions go by.
+const POLICY: Policy = Policy { retry_after: RETRY_AFTER, look_after: Duration::from_secs(2), excuses_max: 8 };
+
 impl Ring {
     /// A ring over `layers` layers, without members.
     #[must_use]
@@ -280,10 +283,13 @@ impl Ring {
     }
 
     /// A reply is overdue, and the stages said how far the frames came: gives the stage to blame.
-    pub fn handle_overdue(&mut self, evidence: &Evidence<'_>, now: Instant) -> Option<Lost> {
+    ///
+    /// # Errors
+    /// What comes next, where nobody is blamed.
+    pub fn handle_overdue(&mut self, evidence: &Evidence<'_>, now: Instant) -> Result<Lost, Next> {
         let decision = self.decide(evidence, now);
-        let lost = decision.lost.clone();
-        if let Some(member) = lost.as_ref().and_then(|lost| self.members.get_mut(&lost.peer)) {
+        let lost = decision.lost.clone().ok_or_else(|| decision.next.clone());
+        if let Some(member) = lost.as_ref().ok().and_then(|lost| self.members.get_mut(&lost.peer)) {
             member.faulted = true;
         }
         self.carry_out(decision, now);
@@ -298,7 +304,7 @@ impl Ring {
         let range = |peer: &Node| Some((*peer, self.members.get(peer)?.offer.range));
         let ring: Vec<(Node, LayerRange)> = peers.iter().filter_map(range).collect();
         let view = RingView { layers: self.layers, ring: &ring, candidates: &self.candidates() };
-        decide(&view, evidence, &Policy { retry_after: RETRY_AFTER }, now)
+        decide(&view, evidence, &POLICY, now)
     }
 
     /// A member can't reach the one behind it: one of the two loses its place when a view is tried again.
@@ -314,13 +320,13 @@ impl Ring {
         self.outputs.push_back(Output::Broken { peer, range, why: why.clone() });
         let retry = match next {
             Next::Retry(at) => Some(at),
-            Next::Join(_) | Next::Wait { .. } | Next::GoOn => Some(now + RETRY_AFTER),
+            Next::Join(_) | Next::Wait { .. } | Next::GoOn | Next::AskAgain(_) => Some(now + RETRY_AFTER),
         };
         self.wait(format!("stage {range} ({peer}) was lost: {why}"), retry);
         match next {
             Next::Join(ring) => self.join(ring, now),
             Next::Wait { why } => self.wait(why, None),
-            Next::Retry(_) | Next::GoOn => {}
+            Next::Retry(_) | Next::GoOn | Next::AskAgain(_) => {}
         }
     }
 

@@ -127,6 +127,10 @@ pub(crate) struct Session {
     last: Option<Instant>,
     /// When it has to be served again, if its ring was lost since the last token.
     patience: Option<Instant>,
+    /// What the stages said when they were asked before, while a reply is overdue.
+    pub(crate) probed: Option<BTreeMap<Node, StageReport>>,
+    /// How often a reply was overdue since the last one came, and the ring moved.
+    pub(crate) excused: u32,
     /// When it went on on its present ring, or began.
     resumed: Instant,
 }
@@ -158,6 +162,8 @@ impl Session {
             first: None,
             last: None,
             patience: None,
+            probed: None,
+            excused: 0,
             resumed: now,
         }
     }

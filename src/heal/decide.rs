@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::heal::localize::blame;
+use crate::heal::localize::{blame, moves};
 use crate::heal::tiling::{Candidate, plan};
 use crate::ids::{LayerRange, Node, SessionId};
 use crate::proto::control::StageReport;
@@ -55,6 +55,10 @@ pub enum Evidence<'a> {
         waited: Duration,
         /// What the stages that answered in time said.
         reports: &'a BTreeMap<Node, StageReport>,
+        /// What they said a while ago, where they were asked before.
+        before: Option<&'a BTreeMap<Node, StageReport>>,
+        /// How often it was overdue since its last reply, and nobody was to blame.
+        excused: u32,
     },
 }
 
@@ -63,6 +67,10 @@ pub enum Evidence<'a> {
 pub struct Policy {
     /// Pause before a ring with a stage that failed is tried again.
     pub retry_after: Duration,
+    /// Pause before stages that answer are asked again whether they move.
+    pub look_after: Duration,
+    /// So often a ring that moves is excused for what it does not answer.
+    pub excuses_max: u32,
 }
 
 /// A stage that is to blame.
@@ -81,6 +89,8 @@ pub struct Lost {
 pub enum Next {
     /// The ring goes on: it was no member, or nothing can be blamed.
     GoOn,
+    /// The stages are asked again at this time: one may be slow, and that breaks nothing.
+    AskAgain(Instant),
     /// This ring is joined at once, head first.
     Join(Vec<Node>),
     /// The ring is broken; at this time another one is tried.
@@ -124,16 +134,24 @@ pub fn decide(view: &RingView<'_>, evidence: &Evidence<'_>, policy: &Policy, now
                 None => Decision { lost: None, next: Next::Retry(now + policy.retry_after) },
             }
         }
-        Evidence::Overdue { session, sent, waited, reports } => {
+        Evidence::Overdue { session, sent, waited, reports, before, excused } => {
             let waited = waited.as_millis();
-            let (peer, why) = match (blame(view.ring, reports, session, sent), view.ring.last()) {
-                (Some(blame), _) => (blame.peer, format!("no reply for {waited} ms; {}", blame.why)),
+            let (peer, why, answers) = match (blame(view.ring, reports, session, sent), view.ring.last()) {
+                (Some(blame), _) => (blame.peer, format!("no reply for {waited} ms; {}", blame.why), blame.answers),
                 // Every stage forwarded what it received: the reply itself was lost.
                 (None, Some((tail, _))) => {
-                    (*tail, format!("no reply for {waited} ms; every stage passed on what it received"))
+                    (*tail, format!("no reply for {waited} ms; every stage passed on what it received"), true)
                 }
                 (None, None) => return Decision { lost: None, next: Next::GoOn },
             };
+            if answers && excused < policy.excuses_max {
+                let Some(before) = before else {
+                    return Decision { lost: None, next: Next::AskAgain(now + policy.look_after) };
+                };
+                if before.get(&peer).zip(reports.get(&peer)).is_some_and(|(before, after)| moves(before, after)) {
+                    return Decision { lost: None, next: Next::GoOn };
+                }
+            }
             fault(view, peer, why, policy, now)
         }
     }

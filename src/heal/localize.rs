@@ -14,13 +14,25 @@ pub struct Blame {
     pub range: LayerRange,
     /// What was seen.
     pub why: String,
+    /// It answers: it may be slow, or what it lacks may still be on its way.
+    pub answers: bool,
+}
+
+/// Whether a stage takes in, computes or passes on frames of any session: two reports, the older first.
+#[must_use]
+pub fn moves(before: &StageReport, after: &StageReport) -> bool {
+    after.sessions.iter().any(|now| {
+        let then = before.sessions.iter().find(|then| then.session == now.session);
+        then.is_none_or(|then| {
+            now.received > then.received || now.computed > then.computed || now.forwarded > then.forwarded
+        })
+    })
 }
 
 /// Finds the stage at which a session's frames stop, from one report per stage taken at once.
 ///
 /// In ring order, the first that does not answer; else the first that received less than the stage
-/// before it forwarded; else the first that received more than it computed, dropped and has
-/// waiting. `None` where every stage forwarded what it received: the reply itself was lost.
+/// before it forwarded; else the first that received more than it computed and dropped. `None` where every stage forwarded what it received: the reply itself was lost.
 #[must_use]
 pub fn blame(
     ring: &[(Node, LayerRange)],
@@ -30,14 +42,24 @@ pub fn blame(
 ) -> Option<Blame> {
     for (peer, range) in ring {
         if !reports.contains_key(peer) {
-            return Some(Blame { peer: *peer, range: *range, why: "it does not answer a probe".to_owned() });
+            return Some(Blame {
+                peer: *peer,
+                range: *range,
+                why: "it does not answer a probe".to_owned(),
+                answers: false,
+            });
         }
     }
     let mut forwarded = sent;
     for (peer, range) in ring {
         let report = reports.get(peer)?.sessions.iter().find(|report| report.session == session);
         let Some(report) = report else {
-            return Some(Blame { peer: *peer, range: *range, why: "it does not know the session".to_owned() });
+            return Some(Blame {
+                peer: *peer,
+                range: *range,
+                why: "it does not know the session".to_owned(),
+                answers: true,
+            });
         };
         let why = if report.received < forwarded {
             format!("{forwarded} frames were sent to it, it received {}", report.received)
@@ -50,7 +72,7 @@ pub fn blame(
             forwarded = report.forwarded;
             continue;
         };
-        return Some(Blame { peer: *peer, range: *range, why });
+        return Some(Blame { peer: *peer, range: *range, why, answers: true });
     }
     None
 }

@@ -371,6 +371,7 @@ impl Ring {
                     self.scored.push(answer);
                 }
                 RoundOutput::Finished(finish) => self.finish = Some(finish),
+                RoundOutput::Overdue { pos, .. } => panic!("no reply for the frame at {pos}"),
                 RoundOutput::Failed(error) => panic!("the session failed: {error}"),
             }
         }

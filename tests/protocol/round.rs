@@ -91,6 +91,9 @@ fn brief(output: &RoundOutput) -> String {
         RoundOutput::Commit { index, position, token } => format!("commit {index} at {position}: {token}"),
         RoundOutput::Scored { position, answer } => format!("scored {position}: {}", answer.token),
         RoundOutput::Finished(finish) => format!("finished {finish:?}"),
+        RoundOutput::Overdue { pos, len, waited } => {
+            format!("overdue: the frame at {pos}, {len} positions, after {} ms", waited.as_millis())
+        }
         RoundOutput::Failed(error) => format!("failed: {error}"),
     }
 }
@@ -283,13 +286,18 @@ fn the_oldest_frame_has_a_deadline_from_when_it_became_the_oldest() {
     assert_eq!(bench.outputs(), Vec::<String>::new());
     bench.now = t0 + Duration::from_millis(1900);
     bench.round.handle_timeout(bench.now);
-    assert_eq!(
-        bench.outputs(),
-        [
-            "cancel below 1",
-            "failed: the frame at position 4 (1 positions) was sent 1900 ms ago and is not answered, the deadline is 1000 ms"
-        ]
-    );
+    assert_eq!(bench.outputs(), ["overdue: the frame at 4, 1 positions, after 1900 ms"]);
+    // Nothing is sent and no time counts, until patience says so or a reply comes.
+    assert_eq!(bench.round.poll_timeout(), None);
+    bench.now = t0 + Duration::from_millis(9_000);
+    bench.round.handle_patience(bench.now);
+    assert_eq!(bench.round.poll_timeout(), Some((t0 + Duration::from_millis(10_000), RoundTimeout::Reply)));
+    bench.now = t0 + Duration::from_millis(10_000);
+    bench.round.handle_timeout(bench.now);
+    assert_eq!(bench.outputs(), ["overdue: the frame at 4, 1 positions, after 10000 ms"]);
+    assert!(bench.round.is_overdue());
+    bench.reply(0, 4, 12);
+    assert!(!bench.round.is_overdue() && !bench.outputs().is_empty(), "a late reply is as good as any");
     let mut bench = Bench::new(config());
     bench.outputs();
     assert_eq!(bench.round.poll_timeout(), Some((bench.now + Duration::from_secs(5), RoundTimeout::Reply)));

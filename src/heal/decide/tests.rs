@@ -4,7 +4,8 @@ use super::*;
 use crate::proto::control::SessionReport;
 
 const SESSION: SessionId = SessionId(7);
-const POLICY: Policy = Policy { retry_after: Duration::from_secs(1) };
+const POLICY: Policy =
+    Policy { retry_after: Duration::from_secs(1), look_after: Duration::from_secs(2), excuses_max: 3 };
 
 /// A ring `0:2 2:4 4:7` with a spare for each place or none.
 struct Case {
@@ -43,6 +44,7 @@ impl Case {
         let lost = lost.map_or_else(|| "nobody".to_owned(), |lost| format!("{} ({})", lost.peer.start, lost.why));
         let next = match next {
             Next::GoOn => "goes on".to_owned(),
+            Next::AskAgain(at) => format!("asks again in {:?}", at - now),
             Next::Join(ring) => {
                 format!("joins {:?}", ring.iter().map(|peer| peer.start).collect::<Vec<_>>())
             }
@@ -62,17 +64,45 @@ fn report(received: u64, computed: u64, forwarded: u64) -> StageReport {
     StageReport { sessions: vec![session], ..StageReport::default() }
 }
 
-/// What is decided where the stages answer so; `None`: in vain.
-fn overdue(case: &Case, answers: [Option<(u64, u64, u64)>; 3]) -> String {
-    let reports: BTreeMap<Node, StageReport> = case
-        .ring
-        .iter()
-        .zip(answers)
-        .filter_map(|((peer, _), answer)| answer.map(|(r, c, f)| (*peer, report(r, c, f))))
-        .collect();
+/// What each stage of a ring has received, computed and forwarded; `None`: it does not answer.
+type Answers = [Option<(u64, u64, u64)>; 3];
+
+/// What is decided where the stages answer so, and answered so before.
+fn overdue_after(case: &Case, before: Option<Answers>, answers: Answers, excused: u32) -> String {
+    let reports = |answers: Answers| -> BTreeMap<Node, StageReport> {
+        let some = case.ring.iter().zip(answers);
+        some.filter_map(|((peer, _), answer)| answer.map(|(r, c, f)| (*peer, report(r, c, f)))).collect()
+    };
+    let (before, reports) = (before.map(reports), reports(answers));
     let waited = Duration::from_millis(20_000);
-    let evidence = Evidence::Overdue { session: SESSION, sent: 5, waited, reports: &reports };
+    let evidence =
+        Evidence::Overdue { session: SESSION, sent: 5, waited, reports: &reports, before: before.as_ref(), excused };
     case.decided(&evidence, crate::clock::now())
+}
+
+/// What is decided where the stages answered the same before.
+fn overdue(case: &Case, answers: Answers) -> String {
+    overdue_after(case, Some(answers), answers, 0)
+}
+
+#[test]
+fn stages_that_answer_are_asked_again_and_one_that_moves_is_excused_for_a_while() {
+    let case = Case::new(true);
+    let all = Some((5, 5, 5));
+    let (then, now) = ([all, Some((5, 2, 2)), Some((2, 2, 2))], [all, Some((5, 3, 3)), Some((3, 3, 3))]);
+    assert_eq!(overdue_after(&case, None, now, 0), "nobody → asks again in 2s");
+    assert_eq!(overdue_after(&case, Some(then), now, 2), "nobody → goes on");
+    let late = "no reply for 20000 ms;";
+    let blamed = format!("1 ({late} it received 5 frames, computed 3 and dropped 0) → joins [0, 11, 2]");
+    assert_eq!(overdue_after(&case, Some(now), now, 0), blamed, "it stands still");
+    assert_eq!(overdue_after(&case, Some(then), now, 3), blamed, "it moves, and not for this session");
+    // What does not answer is not asked again.
+    let silent = format!("1 ({late} it does not answer a probe) → joins [0, 11, 2]");
+    assert_eq!(overdue_after(&case, None, [all, None, all], 0), silent);
+    // A gap may be on its way; a reply too.
+    let gap = |count| [all, all, Some((count, count, count))];
+    assert_eq!(overdue_after(&case, Some(gap(3)), gap(4), 0), "nobody → goes on");
+    assert_eq!(overdue_after(&case, Some([all, all, Some((5, 4, 4))]), [all, all, all], 0), "nobody → goes on");
 }
 
 #[test]

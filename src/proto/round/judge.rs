@@ -68,7 +68,7 @@ impl Round {
         while let Some(oldest) = self.flights.front() {
             let Some(reply) = self.early.remove(&oldest.pos) else { break };
             self.flights.pop_front();
-            self.progressed = now;
+            self.handle_patience(now);
             match self.phase {
                 Phase::Prefill => self.judge_chunk(reply),
                 Phase::Decode => self.judge_single(&reply),

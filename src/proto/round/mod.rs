@@ -55,6 +55,16 @@ pub enum RoundOutput {
     },
     /// The session ended well; nothing follows.
     Finished(Finish),
+    /// The oldest frame in flight is not answered in time. Until a reply comes, or [`Round::handle_patience`],
+    /// no frame is sent and no more time is counted.
+    Overdue {
+        /// First position of the frame.
+        pos: Position,
+        /// Its positions.
+        len: u32,
+        /// Since when it is in flight.
+        waited: Duration,
+    },
     /// The session failed; what was committed stays true, nothing follows.
     Failed(RoundError),
 }
@@ -75,21 +85,6 @@ pub enum Finish {
 /// Why a session failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RoundError {
-    /// A frame was not answered in time.
-    #[error(
-        "the frame at position {pos} ({len} positions) was sent {} ms ago and is not answered, \
-         the deadline is {} ms", .waited.as_millis(), .deadline.as_millis()
-    )]
-    Overdue {
-        /// First position of the oldest frame in flight.
-        pos: Position,
-        /// Its positions.
-        len: u32,
-        /// Since when it is in flight.
-        waited: Duration,
-        /// How long the oldest frame may stay unanswered.
-        deadline: Duration,
-    },
     /// The ring said something that cannot be.
     #[error("the ring contradicts the coordinator: {0}")]
     Diverged(#[from] Divergence),
@@ -234,6 +229,8 @@ pub struct Round {
     early: BTreeMap<Position, Reply>,
     /// When the oldest frame in flight became the oldest.
     progressed: Instant,
+    /// A frame was not answered in time.
+    overdue: bool,
     outputs: VecDeque<RoundOutput>,
     stats: RoundStats,
 }
@@ -259,6 +256,7 @@ impl Round {
             flights: VecDeque::new(),
             early: BTreeMap::new(),
             progressed: now,
+            overdue: false,
             outputs: VecDeque::new(),
             stats,
         })
@@ -287,15 +285,27 @@ impl Round {
         self.durable = durable;
     }
 
-    /// Takes in that time has passed; fails the session if its oldest frame is overdue.
+    /// Takes in that time has passed; says so if the oldest frame is overdue.
     pub fn handle_timeout(&mut self, now: Instant) {
         let Some((due, RoundTimeout::Reply)) = self.poll_timeout() else { return };
         let Some(oldest) = self.flights.front() else { return };
         if now >= due {
             let waited = now.saturating_duration_since(oldest.sent_at);
-            let error = RoundError::Overdue { pos: oldest.pos, len: oldest.len, waited, deadline: self.deadline() };
-            self.end(RoundOutput::Failed(error));
+            self.outputs.push_back(RoundOutput::Overdue { pos: oldest.pos, len: oldest.len, waited });
+            self.overdue = true;
         }
+    }
+
+    /// The ring is slow and moves: the oldest frame has its time once more.
+    pub fn handle_patience(&mut self, now: Instant) {
+        self.overdue = false;
+        self.progressed = now;
+    }
+
+    /// Whether a frame was not answered in time, and none since.
+    #[must_use]
+    pub fn is_overdue(&self) -> bool {
+        self.overdue
     }
 
     /// When [`Self::handle_timeout`] is due and why; `None` while nothing is in flight.
@@ -304,7 +314,7 @@ impl Round {
     /// it was answered: a ring that is slow but answers is not overdue.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<(Instant, RoundTimeout)> {
-        let oldest = self.flights.front()?;
+        let oldest = self.flights.front().filter(|_| !self.overdue)?;
         Some((oldest.sent_at.max(self.progressed) + self.deadline(), RoundTimeout::Reply))
     }
 

@@ -10,7 +10,7 @@ use crate::proto::frame::{DraftBlock, FrameHead};
 impl Round {
     /// The next frame to send, if W, reach and need allow one.
     pub(super) fn next_frame(&mut self, now: Instant) -> Option<RoundOutput> {
-        if self.flights.len() >= self.config.in_flight_max as usize {
+        if self.overdue || self.flights.len() >= self.config.in_flight_max as usize {
             return None;
         }
         match self.phase {
