@@ -276,6 +276,9 @@ impl Shell {
         self.shared.in_flight.store(u32::try_from(frames).unwrap_or(u32::MAX), Ordering::Relaxed);
         let rejections = self.sessions.values().map(|session| u64::from(session.round.stats().rejections)).sum();
         self.shared.rejections.store(rejections, Ordering::Relaxed);
+        let asked = self.sessions.values().filter(|session| !session.readers.probe);
+        let settled = asked.map(|session| u64::from(session.round.frontier().0)).sum();
+        self.shared.settled.store(settled, Ordering::Relaxed);
     }
 
     /// Ends a session well: frees it on every stage, and asks what they computed.

@@ -42,6 +42,7 @@ pub(crate) struct Shared {
     pub(crate) last_round: Mutex<Option<Instant>>,
     pub(crate) begun: Instant,
     pub(crate) rejections: AtomicU64,
+    pub(crate) settled: AtomicU64,
     pub(crate) in_flight: AtomicU32,
     /// Sessions of readers, from submission until they are freed on every stage.
     pub(crate) open: AtomicU32,
@@ -168,6 +169,7 @@ impl Serve for Coordinator {
         let up = clock::now().saturating_duration_since(self.shared.begun);
         status.uptime_ms = u64::try_from(up.as_millis()).unwrap_or(u64::MAX);
         status.rejections = self.shared.rejections.load(Ordering::Relaxed);
+        status.settled = self.shared.settled.load(Ordering::Relaxed);
         status.in_flight = self.shared.in_flight.load(Ordering::Relaxed);
         status
     }

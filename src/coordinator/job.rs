@@ -350,6 +350,8 @@ pub struct MemberStatus {
     pub draft_block: u32,
     /// Sessions that it held when it last reported.
     pub sessions: u32,
+    /// Bytes of weights that it loaded since it was started; 0 before its first report.
+    pub loaded_bytes: u64,
 }
 
 /// A hop of the ring, for `/ring`, as its sender measured it.
@@ -397,6 +399,9 @@ pub struct RingStatus {
     pub uptime_ms: u64,
     /// Drafts that were rejected in the open sessions since they were last opened on a ring.
     pub rejections: u64,
+    /// Positions that are settled in the open sessions: of the prompt the answered ones, and one a
+    /// committed token after the first.
+    pub settled: u64,
     /// Open sessions.
     pub sessions: u32,
     /// Frames in flight over all sessions.

@@ -62,6 +62,7 @@ impl Shell {
             passes: report.map_or(0, |report| report.passes),
             draft_block: member.offer.draft_block,
             sessions: report.map_or(0, |report| u32::try_from(report.sessions.len()).unwrap_or(u32::MAX)),
+            loaded_bytes: report.map_or(0, |report| report.loaded_bytes),
         }
     }
 }

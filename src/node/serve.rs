@@ -102,7 +102,6 @@ pub async fn serve(parts: StageParts, settings: &StageSettings) -> Result<(), Se
     let facts = engine.facts().clone();
     let journals = Journals::new(settings.journal.clone(), &facts.range.to_string())?;
     let counters = Arc::new(Counters::default());
-    thread::count_loaded(&counters, facts.weight_bytes);
     let Started { inputs, ended, thread } = thread::start(WorkerParts {
         engine,
         journals,

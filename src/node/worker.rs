@@ -153,6 +153,8 @@ pub(crate) struct Worker {
 impl Worker {
     /// A worker in no ring, which holds `max_sessions` at once.
     pub(crate) fn new(engine: Box<dyn Engine>, journals: Journals, counters: Arc<Counters>, max_sessions: u32) -> Self {
+        // Here, where no engine gets past without its weights being counted.
+        counters.loaded_bytes.fetch_add(engine.facts().weight_bytes, Ordering::Relaxed);
         Self {
             desk: Desk::new(engine),
             counters,

@@ -175,6 +175,7 @@ impl Serve for Script {
             passes: 12,
             draft_block: 0,
             sessions: 0,
+            loaded_bytes: 4_096,
         };
         RingStatus {
             coordinator: "12D3KooWCoordinator".into(),
@@ -187,6 +188,7 @@ impl Serve for Script {
             heals: Vec::new(),
             uptime_ms: 5000,
             rejections: 0,
+            settled: 0,
             sessions: 0,
             in_flight: 0,
             encoding: WireEncoding::Fp8,

@@ -13,7 +13,7 @@ fn churn(args: &[&str]) -> Ended {
 
 /// The one run of a churn that must succeed.
 #[track_caller]
-fn one(args: &[&str]) -> Value {
+pub(crate) fn one(args: &[&str]) -> Value {
     let ended = churn(args);
     assert!(ended.status.success(), "{args:?}: {ended:?}");
     let object = ended.json();
@@ -26,12 +26,12 @@ fn one(args: &[&str]) -> Value {
 }
 
 #[track_caller]
-fn number(run: &Value, name: &str) -> u64 {
+pub(crate) fn number(run: &Value, name: &str) -> u64 {
     run[name].as_u64().unwrap_or_else(|| panic!("{name} is no number: {run}"))
 }
 
 #[track_caller]
-fn refused(args: &[&str], words: &[&str]) {
+pub(crate) fn refused(args: &[&str], words: &[&str]) {
     let ended = churn(args);
     assert!(!ended.status.success(), "{args:?}: {ended:?}");
     assert!(words.iter().all(|word| ended.err.contains(word)), "{args:?} {words:?}: {ended:?}");
@@ -71,7 +71,7 @@ fn a_frozen_stage_comes_back_and_harms_nothing() {
 }
 
 /// A run on a running ring.
-fn on<'a>(url: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+pub(crate) fn on<'a>(url: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     [&["--url", url, "--max-new", "64", "--moment", "decode"], more].concat()
 }
 

@@ -35,24 +35,39 @@ fn ask(url: &str, method: &str, path: &str, body: &str) -> Option<Answer> {
 }
 
 /// The same with more headers.
-fn ask_as(url: &str, (method, path): (&str, &str), headers: &[(&str, &str)], body: &str) -> Option<Answer> {
-    let host = url.strip_prefix("http://").unwrap();
-    let mut stream = TcpStream::connect(host).ok()?;
-    stream.set_read_timeout(Some(WAIT)).unwrap();
-    // Of HTTP/1.0, the answer ends with the connection.
-    let more: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
-    let length = body.len();
-    let request = format!("{method} {path} HTTP/1.0\r\nhost: {host}\r\n{more}content-length: {length}\r\n\r\n{body}");
-    stream.write_all(request.as_bytes()).ok()?;
-    let mut lines = BufReader::new(stream);
-    let mut line = String::new();
-    lines.read_line(&mut line).ok()?;
-    let status = line.split(' ').nth(1)?.parse().ok()?;
-    while line.trim() != "" {
-        line.clear();
-        lines.read_line(&mut line).ok()?;
+fn ask_as(url: &str, route: (&str, &str), headers: &[(&str, &str)], body: &str) -> Option<Answer> {
+    Asked::send(url, route, headers, body)?.answer()
+}
+
+/// A request on its way. Of a stream, the head of the answer comes with the first event.
+pub(crate) struct Asked(TcpStream);
+
+impl Asked {
+    fn send(url: &str, (method, path): (&str, &str), headers: &[(&str, &str)], body: &str) -> Option<Self> {
+        let host = url.strip_prefix("http://").unwrap();
+        let mut stream = TcpStream::connect(host).ok()?;
+        stream.set_read_timeout(Some(WAIT)).unwrap();
+        // Of HTTP/1.0, the answer ends with the connection.
+        let more: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        let length = body.len();
+        let request =
+            format!("{method} {path} HTTP/1.0\r\nhost: {host}\r\n{more}content-length: {length}\r\n\r\n{body}");
+        stream.write_all(request.as_bytes()).ok()?;
+        Some(Self(stream))
     }
-    Some(Answer { status, lines })
+
+    /// Reads the head of the answer; `None` where the connection ends without one.
+    pub(crate) fn answer(self) -> Option<Answer> {
+        let mut lines = BufReader::new(self.0);
+        let mut line = String::new();
+        lines.read_line(&mut line).ok()?;
+        let status = line.split(' ').nth(1)?.parse().ok()?;
+        while line.trim() != "" {
+            line.clear();
+            lines.read_line(&mut line).ok()?;
+        }
+        Some(Answer { status, lines })
+    }
 }
 
 impl Answer {
@@ -104,6 +119,12 @@ pub(crate) fn complete(url: &str, body: &Value) -> (u16, Value) {
 /// A stream that is read on.
 pub(crate) fn resume(url: &str, request: &str, headers: &[(&str, &str)]) -> Option<Answer> {
     ask_as(url, ("GET", &format!("/v1/streams/{request}")), headers, "")
+}
+
+/// Asks for a completion, and does not wait for the answer.
+#[track_caller]
+pub(crate) fn begin(url: &str, body: &Value) -> Asked {
+    Asked::send(url, ("POST", "/v1/completions"), &[], &body.to_string()).expect("a connection")
 }
 
 /// A completion as a stream, with more headers.

@@ -4,7 +4,6 @@
 //! from here, without another hop between tasks.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 
 use bytes::Bytes;
@@ -61,11 +60,6 @@ pub fn start(parts: WorkerParts) -> std::io::Result<Started> {
         Driver { worker, link, runtime: runtime.clone(), inputs: receiver }.run();
     })?;
     Ok(Started { inputs, ended, thread })
-}
-
-/// Counts what the engine loaded, once.
-pub fn count_loaded(counters: &Counters, bytes: u64) {
-    counters.loaded_bytes.store(bytes, Ordering::Relaxed);
 }
 
 struct Driver {
