@@ -33,8 +33,9 @@ pub struct Member {
     pub draining: bool,
     /// It answers heartbeats late.
     pub suspect: bool,
-    /// The last ring that it was in broke on it, though it answers: others go first.
-    pub faulted: bool,
+    /// Which failure of all was its last: a ring broke on it, or could not form, though it answers. 0: none;
+    /// others go first.
+    pub failed: u64,
 }
 
 impl Member {
@@ -104,6 +105,8 @@ pub struct Ring {
     members: BTreeMap<Node, Member>,
     /// Members of the last view that was joined.
     incumbents: BTreeSet<Node>,
+    /// Failures so far.
+    failures: u64,
     /// When the first ring takes spares.
     spares_from: Option<Instant>,
     state: State,
@@ -123,6 +126,7 @@ impl Ring {
             asked: None,
             members: BTreeMap::new(),
             incumbents: BTreeSet::new(),
+            failures: 0,
             spares_from: None,
             state: State::Waiting { why: String::new(), retry: None },
             outputs: VecDeque::new(),
@@ -224,10 +228,10 @@ impl Ring {
                 // A stage joins once it has heard of the one behind it: of that one, or of the stage itself,
                 // another one takes the place, if there is one.
                 let State::Joining { ring, pending, .. } = &self.state else { return };
-                if let Some(from) = ring.iter().rev().find(|peer| pending.contains(peer)).copied() {
-                    self.doubt(from, now);
+                match ring.iter().rev().find(|peer| pending.contains(peer)).copied() {
+                    Some(from) => self.doubt(from, why, now),
+                    None => self.wait(why, Some(now + RETRY_AFTER)),
                 }
-                self.wait(why, Some(now + RETRY_AFTER));
             }
             State::Waiting { .. } | State::Joining { .. } | State::Whole { .. } | State::Superseded { .. } => {}
         }
@@ -240,7 +244,7 @@ impl Ring {
             self.handle_gone(peer, "it offers another range", now);
         }
         self.view = self.view.max(offer.view);
-        let member = Member { peer, offer, report: None, draining: false, suspect: false, faulted: false };
+        let member = Member { peer, offer, report: None, draining: false, suspect: false, failed: 0 };
         self.members.insert(peer, member);
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
@@ -276,10 +280,16 @@ impl Ring {
     /// A stage answers, and does not do its part: the view is given up.
     pub fn handle_fault(&mut self, peer: Node, why: &str, now: Instant) {
         let decision = self.decide(&Evidence::Fault { peer, why }, now);
-        if let Some(member) = self.members.get_mut(&peer) {
-            member.faulted = true;
-        }
+        self.fail(peer);
         self.carry_out(decision, now);
+    }
+
+    /// A stage goes behind all others of its range.
+    fn fail(&mut self, peer: Node) {
+        if let Some(member) = self.members.get_mut(&peer) {
+            self.failures += 1;
+            member.failed = self.failures;
+        }
     }
 
     /// A reply is overdue, and the stages said how far the frames came: gives the stage to blame.
@@ -289,8 +299,8 @@ impl Ring {
     pub fn handle_overdue(&mut self, evidence: &Evidence<'_>, now: Instant) -> Result<Lost, Next> {
         let decision = self.decide(evidence, now);
         let lost = decision.lost.clone().ok_or_else(|| decision.next.clone());
-        if let Some(member) = lost.as_ref().ok().and_then(|lost| self.members.get_mut(&lost.peer)) {
-            member.faulted = true;
+        if let Ok(lost) = &lost {
+            self.fail(lost.peer);
         }
         self.carry_out(decision, now);
         lost
@@ -307,11 +317,16 @@ impl Ring {
         decide(&view, evidence, &POLICY, now)
     }
 
-    /// A member can't reach the one behind it: one of the two loses its place when a view is tried again.
-    fn doubt(&mut self, from: Node, now: Instant) {
-        let lost = self.decide(&Evidence::Unreachable { from }, now).lost;
-        if let Some(member) = lost.and_then(|lost| self.members.get_mut(&lost.peer)) {
-            member.faulted = true;
+    /// A member can't reach the one behind it: one of the two loses its place, at once to a stage that did not
+    /// fail.
+    fn doubt(&mut self, from: Node, said: String, now: Instant) {
+        let Decision { lost, next } = self.decide(&Evidence::Unreachable { from }, now);
+        self.wait(said.clone(), Some(now + RETRY_AFTER));
+        let Some(Lost { peer, range, why }) = lost else { return };
+        self.fail(peer);
+        if let Next::Join(ring) = next {
+            self.outputs.push_back(Output::Broken { peer, range, why: format!("{why}: {said}") });
+            self.join(ring, now);
         }
     }
 
@@ -363,10 +378,12 @@ impl Ring {
             // Sessions are open on it.
             return self.handle_fault(peer, &format!("it refuses view {view}: {reason}"), now);
         }
+        let refusal = format!("{name} refuses view {view}: {reason}");
         if current == view {
-            self.doubt(peer, now);
+            self.doubt(peer, refusal, now);
+        } else {
+            self.wait(refusal, Some(now + RETRY_AFTER));
         }
-        self.wait(format!("{name} refuses view {view}: {reason}"), Some(now + RETRY_AFTER));
     }
 
     /// A stage finishes what is open and takes nothing new.
@@ -402,7 +419,8 @@ impl Ring {
                 peer: member.peer,
                 range: member.offer.range,
                 drafts: member.offer.draft_block > 0,
-                faulted: member.faulted || member.suspect,
+                faulted: member.failed > 0 || member.suspect,
+                failed: member.failed,
                 incumbent: self.incumbents.contains(&member.peer),
                 spare: member.offer.spare,
             })

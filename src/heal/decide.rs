@@ -127,12 +127,14 @@ pub fn decide(view: &RingView<'_>, evidence: &Evidence<'_>, policy: &Policy, now
         Evidence::Unreachable { from } => {
             let at = view.ring.iter().position(|(peer, _)| *peer == from);
             let behind = at.and_then(|at| view.ring.get(at + 1)).map(|(peer, _)| *peer);
-            // The one behind loses its place first; once that was in vain, the one that can't reach it.
-            let sound = |peer: &Node| view.candidates.iter().any(|other| other.peer == *peer && !other.faulted);
-            match behind.into_iter().chain([from]).find(sound) {
-                Some(peer) => fault(view, peer, "a hop to it or from it can't be made".to_owned(), policy, now),
-                None => Decision { lost: None, next: Next::Retry(now + policy.retry_after) },
-            }
+            // The one behind loses its place first; once that was in vain, the one that can't reach it; then
+            // they take turns.
+            let order = |peer: &Node| {
+                let other = view.candidates.iter().find(|other| other.peer == *peer);
+                other.map_or((false, 0), |other| (other.faulted, other.failed))
+            };
+            let peer = behind.into_iter().chain([from]).min_by_key(order).unwrap_or(from);
+            fault(view, peer, "a hop to it or from it can't be made".to_owned(), policy, now)
         }
         Evidence::Overdue { session, sent, waited, reports, before, excused } => {
             let waited = waited.as_millis();
@@ -161,7 +163,7 @@ pub fn decide(view: &RingView<'_>, evidence: &Evidence<'_>, policy: &Policy, now
 fn fault(view: &RingView<'_>, peer: Node, why: String, policy: &Policy, now: Instant) -> Decision {
     let mut candidates = view.candidates.to_vec();
     for candidate in candidates.iter_mut().filter(|candidate| candidate.peer == peer) {
-        candidate.faulted = true;
+        (candidate.faulted, candidate.failed) = (true, u64::MAX);
     }
     broken(view, peer, why, |view| match plan(view.layers, &candidates) {
         Ok(ring) if ring.iter().all(|member| !member.faulted) => {

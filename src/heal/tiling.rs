@@ -17,6 +17,9 @@ pub struct Candidate {
     pub drafts: bool,
     /// Whether it failed a ring or is late: others of its range go first.
     pub faulted: bool,
+    /// Which failure of all was its last, counted from 1; 0: none. Of several that failed, the one that did
+    /// so the longest ago goes first.
+    pub failed: u64,
     /// Whether it was in the ring before: it keeps its place.
     pub incumbent: bool,
     /// Whether it only replaces other stages of its range.
@@ -80,8 +83,8 @@ pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanErr
 }
 
 /// Which of the stages that hold one range goes first: the lower.
-fn rank(offer: &Candidate) -> (bool, bool, bool, bool, Node) {
-    (offer.faulted, !offer.drafts, !offer.incumbent, offer.spare, offer.peer)
+fn rank(offer: &Candidate) -> (bool, u64, bool, bool, bool, Node) {
+    (offer.faulted, offer.failed, !offer.drafts, !offer.incumbent, offer.spare, offer.peer)
 }
 
 /// A way to cover the layers from one on.
@@ -135,6 +138,7 @@ mod tests {
             range: text.parse().unwrap(),
             drafts,
             faulted: false,
+            failed: 0,
             incumbent: false,
             spare: false,
         }
@@ -171,6 +175,13 @@ mod tests {
         let head = offer("0:3", false);
         assert_eq!(plan(7, &[head, failed, plain]).unwrap(), [head, plain]);
         assert_eq!(plan(7, &[head, failed]).unwrap(), [head, failed]);
+    }
+
+    #[test]
+    fn where_all_failed_they_take_turns() {
+        let failed = |at| Candidate { faulted: true, failed: at, ..offer("3:7", true) };
+        let (head, before, last) = (offer("0:3", false), failed(1), Candidate { incumbent: true, ..failed(2) });
+        assert_eq!(plan(7, &[head, last, before]).unwrap(), [head, before]);
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //! Owns the view (which never falls), the coordinator obeyed, and the two neighbours that the view
 //! names. Frames are accepted in the current view from the named predecessor only. A hop that dies
 //! while nothing is on it is mended in place: this side dials its successor anew, and waits for its
-//! predecessor to do the same; only what can't be mended is the coordinator's to know.
+//! predecessor to do the same; only what can't be mended is the coordinator's to know. A join is refused
+//! as soon as its successor counts as unreachable, so that another stage can take its place.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -109,8 +110,18 @@ pub enum Output {
 struct Joining {
     route: Route,
     addresses: Vec<String>,
-    /// When the successor is taken for dead, where it is connected.
-    until: Option<Instant>,
+    /// What was done to reach the successor.
+    step: Step,
+    /// Until when it is waited for.
+    until: Instant,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// It is dialled, and is to greet.
+    Dialled,
+    /// It is connected, and is to answer a heartbeat.
+    Asked,
 }
 
 /// A hop that died while idle.
@@ -129,6 +140,8 @@ struct Mend {
 #[derive(Debug)]
 pub struct Membership {
     obey: Obey,
+    /// After how long a successor that is dialled and says nothing counts as unreachable.
+    reach: Duration,
     view: View,
     greeted: BTreeSet<Node>,
     route: Option<Route>,
@@ -145,11 +158,13 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// A stage outside any ring.
+    /// A stage outside any ring. A successor that is dialled for a join has `reach` to greet, as long as
+    /// silence may last on a connection: a longer dial may go on, but no view waits for it.
     #[must_use]
-    pub fn new(obey: Obey) -> Self {
+    pub fn new(obey: Obey, reach: Duration) -> Self {
         Self {
             obey,
+            reach,
             view: View(0),
             greeted: BTreeSet::new(),
             route: None,
@@ -206,12 +221,13 @@ impl Membership {
     /// When to call [`Membership::handle_timeout`].
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let joining = self.joining.as_ref().and_then(|joining| joining.until);
+        let joining = self.joining.as_ref().map(|joining| joining.until);
         self.mends.iter().flat_map(|mend| [Some(mend.until), mend.dial_at]).chain([joining]).flatten().min()
     }
 
     /// Time has come: a successor that is connected and does not answer is dialled anew, as is one
-    /// to which the hop died; a neighbour that did not come back is lost.
+    /// to which the hop died; one that is dialled in vain refuses the join; a neighbour that did not come
+    /// back is lost.
     pub fn handle_timeout(&mut self, now: Instant) {
         for mend in &mut self.mends {
             if mend.dial_at.take_if(|at| *at <= now).is_some() {
@@ -222,16 +238,38 @@ impl Membership {
             let waited = MEND_DEADLINE.as_millis();
             self.lost(mend.peer, &format!("{}; the hop was not mended in {waited} ms", mend.reason));
         }
-        let Some(joining) = &mut self.joining else { return };
-        let (Some(peer), Some(until)) = (joining.route.successor, joining.until) else { return };
-        if until > now {
-            return;
+        let Some(joining) = self.joining.as_ref().filter(|joining| joining.until <= now) else { return };
+        let Some(peer) = joining.route.successor else { return };
+        match joining.step {
+            Step::Asked => {
+                self.greeted.remove(&peer);
+                let reason = format!("it did not answer a heartbeat in {} ms", ANSWER_DEADLINE.as_millis());
+                self.outputs.push_back(Output::Disconnect { peer, reason });
+                self.dial_successor(now);
+            }
+            Step::Dialled => self.give_up(peer, &format!("no answer within {} ms", self.reach.as_millis())),
         }
-        joining.until = None;
-        self.greeted.remove(&peer);
-        let reason = format!("it did not answer a heartbeat in {} ms", ANSWER_DEADLINE.as_millis());
-        self.outputs.push_back(Output::Disconnect { peer, reason });
+    }
+
+    /// Dials the successor of the join under way.
+    fn dial_successor(&mut self, now: Instant) {
+        let until = now + self.reach;
+        let Some(joining) = &mut self.joining else { return };
+        let Some(peer) = joining.route.successor else { return };
+        (joining.step, joining.until) = (Step::Dialled, until);
         self.outputs.push_back(Output::Dial { peer, addresses: joining.addresses.clone() });
+    }
+
+    /// Refuses the join under way if this is its successor, who can't be reached.
+    fn give_up(&mut self, peer: Node, reason: &str) {
+        let Some(joining) = self.joining.take_if(|joining| joining.route.successor == Some(peer)) else { return };
+        self.refuse_join(joining.route.coordinator, joining.route.view, format!("successor {peer}: {reason}"));
+    }
+
+    /// A greeted peer gave no sign of life for so long that it counts as dead: no join waits for it. That
+    /// its connection is gone is said by [`Membership::handle_gone`].
+    pub fn handle_silent(&mut self, peer: Node, reason: &str) {
+        self.give_up(peer, reason);
     }
 
     /// A peer has greeted.
@@ -272,6 +310,10 @@ impl Membership {
         self.greeted.remove(&peer);
         if self.joining.as_ref().is_some_and(|joining| joining.route.coordinator == peer) {
             self.joining = None;
+        }
+        let asked = |joining: &Joining| joining.route.successor == Some(peer) && joining.step == Step::Asked;
+        if self.joining.as_ref().is_some_and(asked) {
+            self.dial_successor(now);
         }
         let Some(route) = self.route else { return };
         if route.coordinator == peer {
@@ -342,11 +384,12 @@ impl Membership {
             self.joining = None;
             return self.joined(route, Vec::new());
         };
-        self.joining = Some(Joining { route, addresses: successor.addresses.clone(), until: None });
+        let addresses = successor.addresses.clone();
+        self.joining = Some(Joining { route, addresses, step: Step::Dialled, until: now });
         if self.greeted.contains(&successor.peer) {
             self.ask_successor(now);
         } else {
-            self.outputs.push_back(Output::Dial { peer: successor.peer, addresses: successor.addresses.clone() });
+            self.dial_successor(now);
         }
     }
 
@@ -368,7 +411,7 @@ impl Membership {
     fn ask_successor(&mut self, now: Instant) {
         let Some(joining) = &mut self.joining else { return };
         let Some(to) = joining.route.successor else { return };
-        joining.until = Some(now + ANSWER_DEADLINE);
+        (joining.step, joining.until) = (Step::Asked, now + ANSWER_DEADLINE);
         let message = Control::Heartbeat { seq: join_seq(joining.route.view) };
         self.outputs.push_back(Output::Send { to, message });
     }
@@ -378,8 +421,7 @@ impl Membership {
         for mend in self.mends.iter_mut().filter(|mend| mend.peer == peer) {
             mend.dial_at = Some(now + MEND_PAUSE);
         }
-        let Some(joining) = self.joining.take_if(|joining| joining.route.successor == Some(peer)) else { return };
-        self.refuse_join(joining.route.coordinator, joining.route.view, format!("successor {peer}: {reason}"));
+        self.give_up(peer, reason);
     }
 
     fn refuse_join(&mut self, to: Node, view: View, reason: String) {

@@ -72,7 +72,7 @@ impl Shell {
         };
         Self {
             greeter: Greeter::new(Hello::ours(Role::Stage, model_digest)),
-            membership: Membership::new(settings.obey.clone()),
+            membership: Membership::new(settings.obey.clone(), settings.dead_after),
             heartbeats: Heartbeats::new(liveness),
             roles: BTreeMap::new(),
             facts,
@@ -406,7 +406,9 @@ impl Shell {
                 LivenessOutput::Suspect { silent_for } => self.handle_suspect(peer, silent_for),
                 LivenessOutput::Alive => {}
                 LivenessOutput::Dead { silent_for } => {
-                    self.cut_off(peer, &format!("no sign of life for {} ms", silent_for.as_millis()));
+                    let why = format!("no sign of life for {} ms", silent_for.as_millis());
+                    self.membership.handle_silent(peer, &why);
+                    self.cut_off(peer, &why);
                 }
             }
         }

@@ -101,12 +101,39 @@ fn a_hop_that_can_not_be_made_is_gone_round() {
     let mut rings = Vec::new();
     for view in [View(1), View(2), View(3)] {
         ring.handle_join_refused(head, view, view, "successor: no answer", now);
-        ring.handle_timeout(ring.poll_timeout().unwrap());
+        let at_once = matches!(ring.state, State::Joining { .. });
+        assert_eq!(at_once, view == View(1), "only a ring of stages that did not fail is joined at once");
+        let outputs = drain(&mut ring);
+        let blamed = |output: &Output| matches!(output, Output::Broken { peer, .. } if *peer == tail);
+        assert_eq!(outputs.iter().any(blamed), at_once, "who lost its place is told: {outputs:?}");
+        if !at_once {
+            ring.handle_timeout(now + RETRY_AFTER);
+        }
         let State::Joining { ring: members, .. } = &ring.state else { panic!("it does not join again") };
         rings.push(members.clone());
     }
-    let round_tail = vec![head, spares[1]];
-    assert_eq!(rings, [round_tail.clone(), round_tail, spares.to_vec()]);
+    assert_eq!(rings, [[head, spares[1]], [head, tail], [spares[0], tail]]);
+}
+
+#[test]
+fn stages_that_all_failed_once_take_turns() {
+    let now = clock::now();
+    let (head, stage, other) = (Node::random(), Node::random(), Node::random());
+    let mut ring = Ring::new(7);
+    ring.handle_offer(head, offer("0:3", 0), now);
+    ring.handle_offer(stage, offer("3:7", 0), now);
+    ring.handle_offer(other, Offer { spare: true, ..offer("3:7", 0) }, now);
+    // Each in its turn is cut off from the head, long after the one before was mended.
+    for (view, (lost, next)) in [(1, (stage, other)), (2, (other, stage)), (3, (stage, other))] {
+        for member in [head, lost] {
+            ring.handle_joined(member, View(view));
+        }
+        assert_eq!(ring.whole().len(), 2, "view {view}");
+        ring.handle_neighbour_lost((head, lost), View(view), "no sign of life", now);
+        ring.handle_timeout(now + RETRY_AFTER);
+        let State::Joining { ring: members, .. } = &ring.state else { panic!("it does not join again") };
+        assert_eq!(members, &[head, next]);
+    }
 }
 
 #[test]
@@ -190,10 +217,11 @@ fn a_join_that_hangs_takes_the_spare_the_next_time() {
     ring.handle_joined(head, View(1));
     ring.handle_joined(tail, View(1));
     ring.handle_timeout(ring.poll_timeout().unwrap());
-    assert!(ring.missing().unwrap().contains(&format!("{middle} did not join view 1")), "{:?}", ring.missing());
-    ring.handle_timeout(ring.poll_timeout().unwrap());
-    let peers: Vec<Node> = joins(&drain(&mut ring)).into_iter().map(|(peer, ..)| peer).collect();
+    let said = drain(&mut ring);
+    let peers: Vec<Node> = joins(&said).into_iter().map(|(peer, ..)| peer).collect();
     assert_eq!(peers, [head, middle, spare]);
+    let named = |output: &Output| matches!(output, Output::Broken { peer, why, .. } if *peer == tail && why.contains(&format!("{middle} did not join view 1")));
+    assert!(said.iter().any(named), "{said:?}");
 }
 
 /// A refusal that was long under way is of a view that this coordinator has left behind itself.

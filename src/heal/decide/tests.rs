@@ -27,6 +27,7 @@ impl Case {
             range,
             drafts: range.hi() == 7,
             faulted: false,
+            failed: 0,
             incumbent: !spare,
             spare,
         };
@@ -138,8 +139,13 @@ fn a_cut_hop_costs_the_stage_behind_it_its_place_and_then_the_one_in_front() {
     assert_eq!(case.decided(&unreachable, now), "1 (a hop to it or from it can't be made) → joins [0, 11, 2]");
     case.candidates[1].faulted = true;
     assert_eq!(case.decided(&unreachable, now), "0 (a hop to it or from it can't be made) → joins [10, 11, 2]");
-    case.candidates[0].faulted = true;
-    assert_eq!(case.decided(&unreachable, now), "nobody → retries in 1s");
+    // Where nobody is left who did not fail, they take turns.
+    for (at, candidate) in case.candidates.iter_mut().enumerate() {
+        (candidate.faulted, candidate.failed) = (true, [2, 1, 3, 4, 5, 6][at]);
+    }
+    assert_eq!(case.decided(&unreachable, now), "1 (a hop to it or from it can't be made) → retries in 1s");
+    case.candidates[1].failed = 7;
+    assert_eq!(case.decided(&unreachable, now), "0 (a hop to it or from it can't be made) → retries in 1s");
 }
 
 #[test]

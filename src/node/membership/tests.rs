@@ -4,6 +4,9 @@ use super::*;
 use crate::clock::now;
 use crate::proto::control::Neighbour;
 
+/// How long a successor may take to greet.
+const REACH: Duration = Duration::from_millis(1_800);
+
 fn drain(membership: &mut Membership) -> Vec<Output> {
     std::iter::from_fn(|| membership.poll_output()).collect()
 }
@@ -14,7 +17,7 @@ fn join(view: u64, successor: Option<Node>) -> Join {
 }
 
 fn obeying(peer: Node) -> Membership {
-    let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer.peer])));
+    let mut membership = Membership::new(Obey::Peers(BTreeSet::from([peer.peer])), REACH);
     membership.handle_greeted(peer, Role::Coordinator, now());
     assert_eq!(drain(&mut membership), [Output::Offer { to: peer }]);
     membership
@@ -179,16 +182,64 @@ fn a_successor_that_died_without_a_word_is_dialled_anew() {
         matches!(&outputs[..], [Output::Disconnect { peer, .. }, Output::Dial { .. }] if *peer == successor),
         "{outputs:?}"
     );
-    assert_eq!(membership.poll_timeout(), None);
+    assert_eq!(membership.poll_timeout(), Some(at + REACH));
     membership.handle_greeted(successor, Role::Stage, now());
     membership.handle_ack(successor, join_seq(View(1)));
     assert_eq!(membership.route().map(|route| route.view), Some(View(1)));
+    assert_eq!(membership.poll_timeout(), None);
+}
+
+/// The refusals that were said, with their reasons.
+fn refusals(membership: &mut Membership) -> Vec<String> {
+    let refusal = |output| {
+        let Output::Send { message: Control::JoinRefused { reason, .. }, .. } = output else { return None };
+        Some(reason)
+    };
+    drain(membership).into_iter().filter_map(refusal).collect()
+}
+
+#[test]
+fn no_join_waits_longer_for_a_dial_than_silence_may_last() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let (mut membership, t0) = (obeying(coordinator), now());
+    membership.handle_join(coordinator, &join(1, Some(successor)), t0);
+    drain(&mut membership);
+    assert_eq!(membership.poll_timeout(), Some(t0 + REACH));
+    membership.handle_timeout(t0 + REACH - Duration::from_millis(1));
+    assert_eq!(drain(&mut membership), []);
+    membership.handle_timeout(t0 + REACH);
+    assert_eq!(refusals(&mut membership), [format!("successor {successor}: no answer within 1800 ms")]);
+    // The dial goes on, and comes to its end in a later view.
+    membership.handle_greeted(successor, Role::Stage, t0 + REACH * 2);
+    assert_eq!((drain(&mut membership), membership.poll_timeout()), (vec![], None));
+    membership.handle_join(coordinator, &join(2, Some(successor)), t0 + REACH * 2);
+    membership.handle_ack(successor, join_seq(View(2)));
+    assert_eq!(membership.route().map(|route| route.view), Some(View(2)));
+}
+
+#[test]
+fn a_successor_that_falls_silent_under_a_join_refuses_it_and_one_that_hangs_up_is_dialled_at_once() {
+    let (coordinator, successor) = (Node::random(), Node::random());
+    let (mut membership, t0) = (obeying(coordinator), now());
+    membership.handle_greeted(successor, Role::Stage, t0);
+    membership.handle_join(coordinator, &join(1, Some(successor)), t0);
+    drain(&mut membership);
+    membership.handle_gone(successor, "reset", false, t0);
+    let dial = Output::Dial { peer: successor, addresses: vec!["/memory/1".to_owned()] };
+    assert_eq!((drain(&mut membership), membership.poll_timeout()), (vec![dial], Some(t0 + REACH)));
+    membership.handle_greeted(successor, Role::Stage, t0);
+    membership.handle_silent(coordinator, "no sign of life for 1800 ms");
+    drain(&mut membership);
+    membership.handle_silent(successor, "no sign of life for 1800 ms");
+    membership.handle_gone(successor, "no sign of life for 1800 ms", false, t0);
+    assert_eq!(refusals(&mut membership), [format!("successor {successor}: no sign of life for 1800 ms")]);
+    assert_eq!(membership.poll_timeout(), None);
 }
 
 #[test]
 fn a_coordinator_that_is_left_is_told_so() {
     let (first, second) = (Node::random(), Node::random());
-    let mut membership = Membership::new(Obey::Anyone);
+    let mut membership = Membership::new(Obey::Anyone, REACH);
     membership.handle_greeted(first, Role::Coordinator, now());
     membership.handle_join(first, &join(1, None), now());
     drain(&mut membership);
