@@ -10,6 +10,7 @@ mod processes {
     mod faults;
     mod heal;
     mod http;
+    mod live;
     mod matrix;
     mod refusals;
     mod restart;
