@@ -99,6 +99,39 @@ async fn a_stream_is_read_on_from_any_event() {
 }
 
 #[tokio::test]
+async fn an_answer_in_one_piece_is_read_on_by_the_name_that_its_client_gave_it() {
+    let server = Server::start(Script::saying(says(" unto Moses", Finish::Length))).await;
+    let body = json!({"prompt": "And", "seed": 7, "return_token_ids": true});
+    let name = "x-client-request-id: a/b+c=\r\nauthorization: Bearer x\r\n";
+    let whole = json_body(&server.post_as(&body, name).await);
+    server.post(&body).await;
+    let clients = server.script.clients();
+    assert_eq!((clients[0].name.as_deref(), clients[0].resumable), (Some("a/b+c="), true));
+    assert_eq!((clients[1].name.as_deref(), clients[1].resumable), (None, false), "nobody could ask for it");
+    server.script.set_said(1);
+    let authorized = "authorization: Bearer x\r\n";
+    let stream = server.get_as("/v1/streams/a%2Fb+c=", authorized).await;
+    assert!(stream.contains("id: cmpl-1:0\n") && stream.ends_with("data: [DONE]\n\n"), "{stream}");
+    let data = stream.lines().filter_map(|line| line.strip_prefix("data: {"));
+    let chunks = data.map(|data| serde_json::from_str::<Value>(&format!("{{{data}")).unwrap());
+    let text: String = chunks.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(text, whole["choices"][0]["text"], "{stream}");
+    let left = server.get_as("/v1/streams/a%2Fb+c=", &format!("last-event-id: cmpl-1:0\r\n{authorized}")).await;
+    assert!(!left.contains("id: cmpl-1:0\n") && left.contains("id: cmpl-1:1\n"), "{left}");
+    let other = server.get("/v1/streams/a%2Fb+c=").await;
+    assert_eq!(json_body(&other)["error"]["code"], "no_stream", "{other}");
+    for wrong in ["", "cmpl-7", "a b", "\u{e4}", &"x".repeat(129)] {
+        let refused = server.post_as(&body, &format!("X-Client-Request-Id: {wrong}\r\n")).await;
+        let error = &json_body(&refused)["error"];
+        assert_eq!(
+            (&error["code"], &error["param"]),
+            (&json!("invalid_value"), &json!("X-Client-Request-Id")),
+            "{wrong}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn what_can_not_be_read_on_is_refused() {
     let server = Server::start(Script::saying(says(" unto Moses", Finish::Length))).await;
     server.post(&json!({"prompt": "And", "stream": true})).await;

@@ -25,15 +25,44 @@ struct Form {
     token_ids: bool,
 }
 
+/// The header with a client's own name of its request, as `OpenAI` calls it.
+pub(crate) const NAME_HEADER: &str = "X-Client-Request-Id";
+
+/// Bytes of a name.
+const NAME_BYTES_MAX: usize = 128;
+
+/// What the client calls its request.
+///
+/// # Errors
+/// [`ApiError::Invalid`] for what could not be asked for again.
+fn name(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
+    let Some(value) = headers.get(NAME_HEADER) else { return Ok(None) };
+    let text = value.to_str().unwrap_or_default();
+    let fits = (1..=NAME_BYTES_MAX).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic());
+    if fits && !text.starts_with(REQUEST_PREFIX) {
+        return Ok(Some(text.to_owned()));
+    }
+    Err(ApiError::Invalid {
+        field: NAME_HEADER,
+        expected: format!("1 to {NAME_BYTES_MAX} visible ASCII characters that do not begin with {REQUEST_PREFIX}"),
+        got: shortened(&String::from_utf8_lossy(value.as_bytes())),
+    })
+}
+
 /// Who asks, for the coordinator.
-pub(crate) fn client(ask: &Ask, created: u64, headers: &HeaderMap) -> Client {
+///
+/// # Errors
+/// [`ApiError::Invalid`] where its name for the request is none.
+pub(crate) fn client(ask: &Ask, created: u64, headers: &HeaderMap) -> Result<Client, ApiError> {
+    let name = name(headers)?;
     let form = Form { created, stops: ask.stops.clone(), include_usage: ask.include_usage, token_ids: ask.token_ids };
-    Client {
-        resumable: ask.stream,
+    Ok(Client {
+        resumable: ask.stream || name.is_some(),
+        name,
         authorization: authorization(headers),
         // Strings and numbers of ours always serialize.
         form: serde_json::to_vec(&form).unwrap_or_default(),
-    }
+    })
 }
 
 /// Digest of a request's `Authorization`.
@@ -41,23 +70,35 @@ pub(crate) fn authorization(headers: &HeaderMap) -> Option<[u8; 32]> {
     headers.get(header::AUTHORIZATION).map(|value| Sha256::digest(value.as_bytes()).into())
 }
 
-/// The session that a client wants to read on, and the last event that it has read.
+/// The session that a client names by its id; `None`: by what it called the request itself.
 ///
 /// # Errors
-/// [`ApiError::NoStream`] or [`ApiError::LastEvent`].
-pub(crate) fn wanted(request: &str, headers: &HeaderMap) -> Result<(SessionId, Option<u64>), ApiError> {
-    let session = request.strip_prefix(REQUEST_PREFIX).and_then(|number| number.parse().ok()).map(SessionId);
+/// [`ApiError::NoStream`].
+pub(crate) fn session(request: &str) -> Result<Option<SessionId>, ApiError> {
+    let Some(number) = request.strip_prefix(REQUEST_PREFIX) else { return Ok(None) };
     // One spelling only, the one that the client was told.
-    let session = session.filter(|session| request_name(*session) == request);
-    let session = session.ok_or_else(|| ApiError::NoStream { request: shortened(request) })?;
-    let Some(last) = headers.get("last-event-id") else { return Ok((session, None)) };
-    let text = last.to_str().unwrap_or_default();
-    let read = text.strip_prefix(request).and_then(|rest| rest.strip_prefix(':')).and_then(|index| index.parse().ok());
+    let session = number.parse().ok().map(SessionId).filter(|session| request_name(*session) == request);
+    session.map(Some).ok_or_else(|| no_stream(request))
+}
+
+/// There is nothing to read on.
+pub(crate) fn no_stream(request: &str) -> ApiError {
+    ApiError::NoStream { request: shortened(request) }
+}
+
+/// The last event of a session that a client has read.
+///
+/// # Errors
+/// [`ApiError::LastEvent`].
+pub(crate) fn read(session: SessionId, headers: &HeaderMap) -> Result<Option<u64>, ApiError> {
+    let Some(last) = headers.get("last-event-id") else { return Ok(None) };
+    let (text, request) = (last.to_str().unwrap_or_default(), request_name(session));
+    let read = text.strip_prefix(&request).and_then(|rest| rest.strip_prefix(':')).and_then(|index| index.parse().ok());
     let read = read.ok_or_else(|| ApiError::LastEvent {
         expected: format!("the id of an event of this stream, like {request}:17, or none to read from the start"),
         got: shortened(text),
     })?;
-    Ok((session, Some(read)))
+    Ok(Some(read))
 }
 
 /// Whether the event that a client says it has read can have been said. While the stream goes on, that is

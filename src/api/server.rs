@@ -178,7 +178,7 @@ async fn completions(State(api): State<Api>, headers: HeaderMap, body: Body) -> 
     let read = tokio::task::spawn_blocking(move || ask::read(&body, &model, &vocabulary).map(|ask| (ask, model)));
     let (ask, model) = read.await.map_err(|why| ApiError::Internal { why: why.to_string() })??;
     let created = clock::unix_seconds();
-    let job = api.serve.submit_as(ask.request.clone(), resume::client(&ask, created, &headers))?;
+    let job = api.serve.submit_as(ask.request.clone(), resume::client(&ask, created, &headers)?)?;
     let session = Session::new(job, &ask, Label::new(&ask, created, &model), api.vocabulary);
     if ask.stream { session.stream(api.settings.keep_alive).await } else { session.whole().await }
 }
@@ -188,12 +188,17 @@ async fn streams(
     Path(request): Path<String>,
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
-    let (session, read) = resume::wanted(&request, &headers)?;
-    let attached = api.serve.attach(session, resume::authorization(&headers)).await;
-    let attached = attached.map_err(|why| match why {
-        AttachError::Unknown => ApiError::NoStream { request },
-        AttachError::Elsewhere => ApiError::StreamElsewhere { request },
-    })?;
+    let authorization = resume::authorization(&headers);
+    let refused = |why| match why {
+        AttachError::Unknown => resume::no_stream(&request),
+        AttachError::Elsewhere => ApiError::StreamElsewhere { request: request.clone() },
+    };
+    let session = match resume::session(&request)? {
+        Some(session) => session,
+        None => api.serve.find(&request, authorization).await.map_err(refused)?,
+    };
+    let read = resume::read(session, &headers)?;
+    let attached = api.serve.attach(session, authorization).await.map_err(refused)?;
     resume::check(&attached, session, read)?;
     let (ask, created) = resume::ask(&attached)?;
     let label = Label::new(&ask, created, &api.serve.model());

@@ -78,8 +78,8 @@ pub struct CoordinatorArgs {
     /// when the coordinator is started again
     #[arg(long, value_name = "DIR")]
     pub log: Option<PathBuf>,
-    /// Seconds that a streamed request goes on after its client's connection broke, for the client to read
-    /// on with GET /v1/streams/REQUEST; 60 with --log, 0 without, which can't have more
+    /// Seconds that a request that was streamed or named goes on after its client's connection broke, for the
+    /// client to read on with GET /v1/streams/REQUEST; 60 with --log, 0 without, which can't have more
     #[arg(long, value_name = "SECONDS", requires = "log")]
     pub reattach: Option<f64>,
     /// Seconds after which log files that are not needed are removed

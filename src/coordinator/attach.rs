@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use crate::clock;
 use crate::coordinator::handle::Answer;
-use crate::coordinator::job::{AttachError, Event, JobError, JobSide, JobStats, Request};
+use crate::coordinator::job::{AttachError, Client, Event, JobError, JobSide, JobStats, Request};
 use crate::coordinator::log::book::Logged;
 use crate::coordinator::log::folder::ENDED_MAX;
 use crate::coordinator::log::record::{Ended, Opened};
 use crate::coordinator::run::Shell;
-use crate::coordinator::session::{Durable, Session};
+use crate::coordinator::session::Session;
 use crate::ids::{SessionId, TokenId};
 
 /// A session that is read on.
@@ -67,14 +67,25 @@ impl Kept {
 }
 
 impl Shell {
+    /// The newest session of a client that calls it so.
+    pub(super) fn find(&self, name: &str, authorization: Option<[u8; 32]>) -> Result<SessionId, AttachError> {
+        let named = |client: &Client| client.name.as_deref() == Some(name) && client.authorization == authorization;
+        let open = self.sessions.iter().filter(|(_, session)| session.can_be_read_on());
+        let open = open.filter(|(_, session)| named(&session.readers.client)).map(|(id, _)| *id);
+        let ended = self.kept.iter().filter(|(_, kept)| named(&kept.opened.client)).map(|(id, _)| *id);
+        let elsewhere = self.log.is_open() && self.ring.is_superseded();
+        let unknown = if elsewhere { AttachError::Elsewhere } else { AttachError::Unknown };
+        open.chain(ended).max().ok_or(unknown)
+    }
+
     /// Gives a session to another reader. One that is not there answers with nothing, unless a coordinator that was
     /// started later may have it: that one's log is on the same disk, and nothing of it is lost.
     pub(super) fn attach(&mut self, id: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: Answer) {
         if let Some(session) = self.sessions.get_mut(&id) {
-            let readers = &mut session.readers;
-            if session.durable == Durable::Unlogged || readers.client.authorization != authorization {
+            if !session.can_be_read_on() || session.readers.client.authorization != authorization {
                 return;
             }
+            let readers = &mut session.readers;
             readers.number += 1;
             readers.until = None;
             let told = session.committed[..session.told()].to_vec();
@@ -114,7 +125,7 @@ impl Shell {
     pub(super) fn detach(&mut self, id: SessionId, number: u64) {
         let until = clock::now() + self.settings.reattach;
         if let Some(session) = self.sessions.get_mut(&id).filter(|session| session.readers.number == number) {
-            if session.durable == Durable::Unlogged || self.settings.reattach.is_zero() {
+            if !session.can_be_read_on() || self.settings.reattach.is_zero() {
                 return self.abandon(id);
             }
             session.readers.reader = None;

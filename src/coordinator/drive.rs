@@ -28,6 +28,10 @@ impl Shell {
             Command::Attach { session, authorization, reader, found } => {
                 self.attach(session, authorization, reader, found);
             }
+            Command::Find { name, authorization, found } => {
+                // One who asks no more needs no answer.
+                let _ = found.send(self.find(&name, authorization));
+            }
             Command::Enough { session, .. } | Command::Gone { session, .. } if self.forget_unstarted(session) => {}
             Command::Enough { session, reader } => {
                 if self.sessions.get(&session).is_some_and(|session| session.readers.number == reader) {

@@ -125,10 +125,14 @@ impl Shell {
         for logged in std::mem::take(&mut self.log.recovered) {
             let id = logged.opened.session;
             match logged.ended {
-                Some(Ended::Finished(_)) => {
+                None if !logged.opened.client.resumable => {
+                    tracing::info!(session = %id, "nobody can read a logged session on: cancelled");
+                    self.log.queue.push(Entry::Ended { session: id, how: Ended::Cancelled });
+                }
+                Some(Ended::Finished(_)) if logged.opened.client.resumable => {
                     self.kept.extend(Kept::of(logged, now + self.settings.reattach).map(|kept| (id, kept)));
                 }
-                Some(Ended::Failed | Ended::Cancelled) => {}
+                Some(Ended::Finished(_) | Ended::Failed | Ended::Cancelled) => {}
                 None => self.recreate(logged),
             }
         }
@@ -173,10 +177,9 @@ impl Shell {
         self.log.joins.push((to, message));
     }
 
-    /// A session begins: it is logged if somebody could read it on.
+    /// A session of a client begins: it is logged, unless its answer is scores, which no log has.
     pub(super) fn log_opened(&mut self, id: SessionId, session: &mut Session) {
-        let client = &session.readers.client;
-        if !self.log.is_open() || session.readers.probe || !client.resumable || session.request.score.is_some() {
+        if !self.log.is_open() || session.readers.probe || session.request.score.is_some() {
             return;
         }
         session.durable = Durable::Nothing;
@@ -330,7 +333,7 @@ impl Shell {
         }
         self.handle_unstarted_timeout(None);
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
-            let logged = self.sessions.get(&id).is_some_and(|session| session.durable != Durable::Unlogged);
+            let logged = self.sessions.get(&id).is_some_and(Session::can_be_read_on);
             let why = "the coordinator is shutting down, and goes on when it is started again".to_owned();
             self.fail(id, if logged { JobError::Detached { why } } else { JobError::Shutdown });
         }
@@ -342,7 +345,7 @@ impl Shell {
             return;
         }
         for id in self.sessions.keys().copied().collect::<Vec<_>>() {
-            if self.sessions.get(&id).is_some_and(|session| session.durable != Durable::Unlogged) {
+            if self.sessions.get(&id).is_some_and(Session::can_be_read_on) {
                 let why = "another coordinator leads the ring and goes on with the request".to_owned();
                 self.fail(id, JobError::Detached { why });
             }
@@ -366,7 +369,7 @@ impl Shell {
         if let Some(reader) = reader {
             reader.end(last.clone());
         }
-        if how.is_some() && session.durable != Durable::Unlogged && !self.settings.reattach.is_zero() {
+        if how.is_some() && session.can_be_read_on() && !self.settings.reattach.is_zero() {
             self.keep(id, Kept::ended(opened(id, &session), session, last, attached));
         }
     }

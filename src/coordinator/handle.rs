@@ -29,6 +29,8 @@ pub(crate) enum Command {
     Submit { session: SessionId, request: Request, client: Client, reader: JobSide },
     /// Let another reader read a session on.
     Attach { session: SessionId, authorization: Option<[u8; 32]>, reader: JobSide, found: Answer },
+    /// Say which session a client calls so.
+    Find { name: String, authorization: Option<[u8; 32]>, found: oneshot::Sender<Result<SessionId, AttachError>> },
     /// Its reader, the so-many-th, has enough.
     Enough { session: SessionId, reader: u64 },
     /// Its reader, the so-many-th, is gone.
@@ -138,6 +140,15 @@ impl Serve for Coordinator {
         let (job, caller) = self.order(request, client)?;
         self.watch(job.session, 0, caller);
         Ok(job)
+    }
+
+    fn find(&self, name: &str, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Result<SessionId, AttachError>> {
+        let (found, finding) = oneshot::channel();
+        let asked = Command::Find { name: name.to_owned(), authorization, found };
+        Box::pin(async move {
+            self.commands.send(asked).await.map_err(|_| AttachError::Unknown)?;
+            finding.await.map_err(|_| AttachError::Unknown)?
+        })
     }
 
     fn attach(

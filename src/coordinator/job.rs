@@ -46,8 +46,11 @@ pub struct Request {
 /// Who asked, as far as it matters when the answer is read on over another connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Client {
-    /// The answer can be read on: the client learns the request's id before it has read all of it.
+    /// The answer can be read on: the client chose a name, or learns the request's id before it has read all
+    /// of it.
     pub resumable: bool,
+    /// What it calls the request, if it chose to; of several with one name and authorization, the newest has it.
+    pub name: Option<String>,
     /// Digest of the authorization that came with the request; whoever reads on needs the same.
     pub authorization: Option<[u8; 32]>,
     /// How the API writes the answer, in its own words.
@@ -57,7 +60,7 @@ pub struct Client {
 impl Default for Client {
     /// One without authorization that may come back.
     fn default() -> Self {
-        Self { resumable: true, authorization: None, form: Vec::new() }
+        Self { resumable: true, name: None, authorization: None, form: Vec::new() }
     }
 }
 
@@ -438,6 +441,12 @@ pub trait Serve: Send + Sync + 'static {
     fn submit_as(&self, request: Request, client: Client) -> Result<Job, SubmitError> {
         let _ = client;
         self.submit(request)
+    }
+
+    /// The newest session of a client that calls it so.
+    fn find(&self, name: &str, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Result<SessionId, AttachError>> {
+        let _ = (name, authorization);
+        Box::pin(std::future::ready(Err(AttachError::Unknown)))
     }
 
     /// Reads a session on; whoever read it before is told so.

@@ -136,6 +136,11 @@ pub(crate) struct Session {
 }
 
 impl Session {
+    /// Whether another connection can read it on, of this coordinator or of the next one.
+    pub(crate) fn can_be_read_on(&self) -> bool {
+        self.durable != Durable::Unlogged && self.readers.client.resumable
+    }
+
     pub(crate) fn new(request: Request, opening: Opening, readers: Readers, now: Instant) -> Self {
         let Opening { open, round, ring, arithmetic, replayed } = opening;
         Self {

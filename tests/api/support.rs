@@ -96,6 +96,10 @@ impl Script {
         self.requests.lock().unwrap().iter().map(|(request, _)| request.clone()).collect()
     }
 
+    pub(crate) fn clients(&self) -> Vec<Asker> {
+        self.requests.lock().unwrap().iter().map(|(_, client)| client.clone()).collect()
+    }
+
     pub(crate) fn set_said(&self, tokens: usize) {
         *self.said.lock().unwrap() = tokens;
     }
@@ -126,6 +130,15 @@ impl Serve for Script {
             None => self.opened.try_send(side).unwrap(),
         }
         Ok(job)
+    }
+
+    fn find(&self, name: &str, authorization: Option<[u8; 32]>) -> BoxFuture<'_, Result<SessionId, AttachError>> {
+        let requests = self.requests.lock().unwrap();
+        let named = |(_, client): &(Request, Asker)| {
+            client.name.as_deref() == Some(name) && client.authorization == authorization
+        };
+        let at = requests.iter().rposition(named);
+        Box::pin(std::future::ready(at.map(|at| SessionId(at as u64 + 1)).ok_or(AttachError::Unknown)))
     }
 
     fn attach(
@@ -242,16 +255,26 @@ impl Server {
 
     /// Sends a completion request and leaves the answer unread.
     pub(crate) async fn send(&self, body: &Value) -> Client {
+        self.send_as(body, "").await
+    }
+
+    /// The same with more headers.
+    pub(crate) async fn send_as(&self, body: &Value, headers: &str) -> Client {
         let mut client = self.connect().await;
         let body = body.to_string();
-        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: ";
-        client.write(&format!("{head}{}\r\n\r\n{body}", body.len())).await;
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
+        client.write(&format!("{head}{headers}content-length: {}\r\n\r\n{body}", body.len())).await;
         client
     }
 
     /// The shown answer to a completion request.
     pub(crate) async fn post(&self, body: &Value) -> String {
         show(&self.send(body).await.read_to_end().await)
+    }
+
+    /// The same with more headers.
+    pub(crate) async fn post_as(&self, body: &Value, headers: &str) -> String {
+        show(&self.send_as(body, headers).await.read_to_end().await)
     }
 
     pub(crate) async fn raw(&self, request: &str) -> String {

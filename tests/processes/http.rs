@@ -123,8 +123,8 @@ pub(crate) fn resume(url: &str, request: &str, headers: &[(&str, &str)]) -> Opti
 
 /// Asks for a completion, and does not wait for the answer.
 #[track_caller]
-pub(crate) fn begin(url: &str, body: &Value) -> Asked {
-    Asked::send(url, ("POST", "/v1/completions"), &[], &body.to_string()).expect("a connection")
+pub(crate) fn begin(url: &str, body: &Value, headers: &[(&str, &str)]) -> Asked {
+    Asked::send(url, ("POST", "/v1/completions"), headers, &body.to_string()).expect("a connection")
 }
 
 /// A completion as a stream, with more headers.

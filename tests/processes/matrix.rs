@@ -57,6 +57,11 @@ fn request((moment, temperature): (Moment, f64)) -> Value {
            "ignore_eos": true, "stream": true, "return_token_ids": true})
 }
 
+/// What the client calls its request.
+fn name(cell: (Moment, f64)) -> String {
+    format!("{:?}-{}", cell.0, cell.1)
+}
+
 fn unbroken(url: &str, cell: usize) -> &'static Vec<u64> {
     UNBROKEN[cell].get_or_init(|| {
         let ids = ids(&http::stream(url, &request(CELLS[cell])).events());
@@ -112,7 +117,7 @@ impl Stream {
 /// Asks, and waits until the moment is there.
 #[track_caller]
 fn under_way(coordinator: &Listening, cell: (Moment, f64)) -> Stream {
-    let asked = http::begin(&coordinator.url, &request(cell));
+    let asked = http::begin(&coordinator.url, &request(cell), &[("x-client-request-id", &name(cell))]);
     let stream = match cell.0 {
         Moment::Prefill => Stream::Asked(asked),
         Moment::Decode => {
@@ -248,14 +253,14 @@ fn a_frozen_tail() {
 }
 
 /// What the client of a coordinator that is gone does: it reads on from the last token that it has; one that
-/// has none asks again.
+/// has none does so by the name that it gave its request.
 fn rest(url: &str, cell: (Moment, f64), mut events: Vec<Event>) -> Vec<u64> {
     let mut stream = match events.last() {
         Some(last) => {
-            let (name, _) = last.id.rsplit_once(':').unwrap();
-            http::resume(url, name, &[("last-event-id", &last.id)]).unwrap()
+            let (id, _) = last.id.rsplit_once(':').unwrap();
+            http::resume(url, id, &[("last-event-id", &last.id)]).unwrap()
         }
-        None => http::stream(url, &request(cell)),
+        None => http::resume(url, &name(cell), &[]).unwrap(),
     };
     assert_eq!(stream.status, 200);
     events.extend(stream.events());

@@ -119,3 +119,37 @@ fn a_client_whose_connection_broke_reads_on() {
     let (status, body) = http::get(ring.url(), "/v1/streams/cmpl-7");
     assert_eq!((status, &body["error"]["code"]), (404, &Value::from("no_stream")), "{body}");
 }
+
+#[test]
+fn an_answer_in_one_piece_outlives_the_coordinator_by_the_name_that_its_client_gave_it() {
+    let (ring, folder, expected) = start(0.8);
+    let mut body = request(0.8);
+    body["stream"] = json!(false);
+    let named = [("x-client-request-id", "a-letter"), ("authorization", "Bearer a")];
+    let asked = http::begin(ring.url(), &body, &named);
+    // Another one, by whom nobody could ask for the answer.
+    let unnamed = http::begin(ring.url(), &body, &named[1..]);
+    until("tokens are settled", || {
+        let status = ring.coordinator.ring();
+        (status["sessions"] == 2 && status["settled"].as_u64() >= Some(100)).then_some(())
+    });
+    let more = next(&ring, &folder);
+    let more: Vec<&str> = more.iter().map(String::as_str).collect();
+    let Ring { keys, stages, coordinator } = ring;
+    coordinator.process.kill();
+    assert!(asked.answer().is_none() && unnamed.answer().is_none(), "the connections broke before any answer");
+    let fresh = Listening::start(&keys, &more);
+    for headers in [&[][..], &[("authorization", "Bearer b")], &[("last-event-id", "cmpl-7:0"), named[1]]] {
+        let (status, answer) = http::resume(&fresh.url, "a-letter", headers).unwrap().json();
+        let wanted = if headers.len() == 2 { (400, "invalid_value") } else { (404, "no_stream") };
+        assert_eq!((status, answer["error"]["code"].as_str()), (wanted.0, Some(wanted.1)), "{answer}");
+    }
+    let mut stream = http::resume(&fresh.url, "a-letter", &named[1..]).unwrap();
+    assert_eq!(stream.status, 200);
+    assert_eq!(ids(&stream.events(), 0), expected);
+    until("nothing goes on", || (fresh.ring()["sessions"] == 0).then_some(()));
+    let pids: Vec<u32> = stages.iter().map(super::rig::Stage::pid).collect();
+    assert_eq!(fresh.pids(), pids, "the stages are the same processes");
+    let mut again = http::resume(&fresh.url, "a-letter", &named[1..]).unwrap();
+    assert_eq!(ids(&again.events(), 0), expected, "it is kept for a while");
+}

@@ -13,7 +13,7 @@ use ringfence::coordinator::log::{Disk, Log};
 use ringfence::ids::{SessionId, TokenId};
 use ringfence::transport::memory::MemoryNetwork;
 
-use crate::rig::{PATIENCE, Rig, prompt, quick, ranges, request, tiny, warm};
+use crate::rig::{PATIENCE, Rig, collect, prompt, quick, ranges, request, tiny, warm};
 
 const NEW: u32 = 250;
 
@@ -150,6 +150,46 @@ async fn a_session_that_nobody_reads_on_is_cancelled() {
     rig.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_is_found_by_its_clients_name_and_one_that_nobody_can_find_ends_with_its_coordinator() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut rig = rig(patient(), open(folder.path())).await;
+    let asked = request(&prompt(20), 400, Mode::Pipelined);
+    let expected = rig.run(asked.clone()).await.tokens;
+    let as_client = |name: Option<&str>, authorization, resumable| {
+        let client = Client { resumable, name: name.map(str::to_owned), authorization, form: Vec::new() };
+        rig.coordinator.submit_as(asked.clone(), client).unwrap()
+    };
+    let mut jobs = [
+        as_client(Some("mine"), Some([7; 32]), true),
+        as_client(Some("mine"), Some([7; 32]), true),
+        as_client(Some("mine"), None, true),
+        as_client(None, None, false),
+    ];
+    for job in &mut jobs {
+        read(job, 0, 3).await;
+    }
+    let [first, newest, other, unnamed] = jobs.each_ref().map(|job| job.session);
+    assert_eq!(rig.coordinator.attach(unnamed, None).await.err(), Some(AttachError::Unknown), "it is its reader's");
+    drop(jobs);
+    rig.restart(|| open(folder.path())).await;
+    let found = async |name: &str, authorization| rig.coordinator.find(name, authorization).await;
+    assert_eq!(found("mine", Some([7; 32])).await, Ok(newest), "of two, the newest");
+    assert_eq!(found("mine", None).await, Ok(other));
+    assert_eq!(found("mine", Some([8; 32])).await, Err(AttachError::Unknown));
+    assert_eq!(found("yours", None).await, Err(AttachError::Unknown));
+    for (session, authorization) in [(first, Some([7; 32])), (newest, Some([7; 32])), (other, None)] {
+        let mut attached = rig.coordinator.attach(session, authorization).await.unwrap();
+        let (rest, last) = read(&mut attached.job, attached.tokens.len(), usize::MAX).await;
+        finished(last);
+        assert_eq!([attached.tokens, rest].concat(), expected);
+    }
+    assert_eq!(found("mine", None).await, Ok(other), "it is kept for a while");
+    assert_eq!(rig.coordinator.attach(unnamed, None).await.err(), Some(AttachError::Unknown));
+    rig.until("nothing goes on", |rig| rig.coordinator_sessions() == 0).await;
+    rig.end().await;
+}
+
 /// A coordinator that was cut off, not killed, comes back: the other one leads, and it serves no more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_coordinator_that_comes_back_spoils_nothing() {
@@ -236,8 +276,13 @@ async fn a_full_disk_is_an_error_and_loses_nothing_that_was_told() {
     let (more, last) = read(&mut job, 5, usize::MAX).await;
     tokens.extend(more);
     assert!(matches!(&last, Some(Event::Failed(JobError::NotLogged { why })) if !why.is_empty()), "{last:?}");
-    let refused = rig.run(asked.clone()).await;
-    assert!(matches!(refused.end, Some(Err(JobError::NotLogged { .. }))) && refused.tokens.is_empty(), "{refused:?}");
+    for resumable in [true, false] {
+        // Also what nobody could read on is told only once it is in the log.
+        let client = Client { resumable, ..Client::default() };
+        let refused = collect(rig.coordinator.submit_as(asked.clone(), client).unwrap()).await;
+        let why = &refused.end;
+        assert!(matches!(why, Some(Err(JobError::NotLogged { .. }))) && refused.tokens.is_empty(), "{refused:?}");
+    }
     full.store(false, Ordering::Relaxed);
     let expected = rig.run(asked).await.tokens;
     rig.restart(|| open(folder.path())).await;

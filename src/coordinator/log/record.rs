@@ -12,7 +12,7 @@ use crate::coordinator::session::Arithmetic;
 use crate::ids::{SessionId, TokenId, View};
 
 /// Version of the format.
-pub(crate) const LOG_VERSION: u16 = 1;
+pub(crate) const LOG_VERSION: u16 = 2;
 
 /// First bytes of every record.
 const MAGIC: [u8; 4] = *b"RFLR";

@@ -39,7 +39,7 @@ fn opened(session: u64) -> Opened {
             ignore_eos: true,
         },
         arithmetic: Arithmetic { boundaries: vec![2, 4], encoding: WireEncoding::Fp8 },
-        client: Client { resumable: true, authorization: Some([1; 32]), form: b"{}".to_vec() },
+        client: Client { resumable: true, name: Some("a".into()), authorization: Some([1; 32]), form: b"{}".to_vec() },
     }
 }
 
