@@ -1,8 +1,9 @@
-//! What a journal is worth and what it costs, in one run: `cargo bench --bench heal`.
+//! What a journal and a shadow are worth, and what a journal costs, in one run: `cargo bench --bench heal`.
 //!
 //! Four stages and a coordinator in this process over links in memory. A stage in the middle is killed
-//! after so many committed tokens and a spare takes its place: once the journal of the stage in front of
-//! it has what it took in, once the head begins anew. Then the same request on two rings that nothing
+//! after so many committed tokens and a spare takes its place: once it has shadowed it, once the journal of
+//! the stage in front of it has what it took in, once the head begins anew. What a shadow costs is in
+//! `benches/shadow.rs`. Then the same request on two rings that nothing
 //! happens to, one with journals, in CPU time of the process per token. Kinds take turns, medians.
 //!
 //! `-- --tokens 256,1024 --runs 3 --pairs 11` measures less.
@@ -44,6 +45,17 @@ fn engine(range: LayerRange) -> Box<dyn Engine> {
     Box::new(CpuEngine::new(&checkpoint, range, &settings).unwrap())
 }
 
+/// How the state comes back.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Way {
+    Shadow,
+    Journal,
+    Head,
+}
+
+const WAYS: [(Way, &str); 3] =
+    [(Way::Shadow, "by a shadow"), (Way::Journal, "by journal"), (Way::Head, "from the head")];
+
 fn journal(on: bool) -> JournalConfig {
     if on { JournalConfig::default() } else { JournalConfig { memory: 0, spill: None } }
 }
@@ -57,9 +69,13 @@ async fn ring(journals: bool) -> Rig {
 }
 
 /// Kills a stage after `committed` tokens, and gives what the heal was.
-async fn healed(committed: u32, journals: bool, mode: Mode) -> HealStatus {
-    let mut rig = ring(journals).await;
-    rig.add_with(engine(ranges(CUT)[LOST]));
+async fn healed(committed: u32, way: Way, mode: Mode) -> HealStatus {
+    let mut rig = ring(way != Way::Head).await;
+    let spare = engine(ranges(CUT)[LOST]);
+    match way {
+        Way::Shadow => rig.add_shadow(spare).await,
+        Way::Journal | Way::Head => rig.add_with(spare),
+    }
     rig.members(ranges(CUT).len() + 1).await;
     let mut job = rig.coordinator.submit(request(&prompt(PROMPT), committed + REST, mode)).unwrap();
     let mut tokens = 0;
@@ -110,13 +126,13 @@ async fn rebuilds(tokens: &[u32], runs: usize, mode: Mode) {
     println!("| committed tokens | rebuilt | ms until whole | ms until rebuilt | bytes | positions |");
     println!("|---|---|---|---|---|---|");
     for &committed in tokens {
-        let mut heals = [Vec::new(), Vec::new()];
+        let mut heals = [const { Vec::new() }; WAYS.len()];
         for _ in 0..runs {
-            for (of, journals) in heals.iter_mut().zip([true, false]) {
-                of.push(healed(committed, journals, mode).await);
+            for (of, (way, _)) in heals.iter_mut().zip(WAYS) {
+                of.push(healed(committed, way, mode).await);
             }
         }
-        for (heals, how) in heals.iter().zip(["by journal", "from the head"]) {
+        for (heals, (_, how)) in heals.iter().zip(WAYS) {
             let of = |read: &dyn Fn(&HealStatus) -> u64| {
                 let mut values: Vec<u64> = heals.iter().map(read).collect();
                 values.sort_unstable();

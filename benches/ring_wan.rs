@@ -157,6 +157,7 @@ impl Ring {
                 announce: vec![address.clone()],
                 dial_scope: Scope::Loopback,
                 spare: false,
+                shadow: false,
                 heartbeat: HEARTBEAT,
                 dead_after: DEAD_AFTER,
                 journal: JournalConfig::default(),

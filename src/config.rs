@@ -28,6 +28,9 @@ pub struct StageSettings {
     pub dial_scope: Scope,
     /// Whether it only replaces other stages of its range. Default no.
     pub spare: bool,
+    /// Whether, as a spare outside the ring, it keeps the state of a stage of its range current. Default no;
+    /// it computes what that stage does.
+    pub shadow: bool,
     /// Pause between heartbeats to every peer. Default 300 ms; three missed make a peer suspect.
     pub heartbeat: Duration,
     /// Silence after which a peer is dead and cut off. Default 1.8 s; larger finds a dead one later,

@@ -368,7 +368,7 @@ async fn health_is_green_only_while_tokens_go_round() {
         HTTP/1.1 200 OK
         content-type: application/json
 
-        {"coordinator":"12D3KooWCoordinator","view":2,"ready":false,"missing":"layers 3:7 are missing","last_round_ms":120,"members":[{"peer":"12D3KooWHead","range":"0:3","device":"cpu avx2 x1","pid":4711,"in_ring":true,"alive":true,"spare":false,"addresses":["/ip4/127.0.0.1/udp/4001/quic-v1"],"rtt_us":310,"service_us":850,"passes":12,"draft_block":0,"sessions":0,"loaded_bytes":4096}],"hops":[{"from":"12D3KooWCoordinator","to":"12D3KooWHead","rtt_us":310,"jitter_us":null,"in_flight":16700,"window":1048576,"rate":0,"queued":0}],"heals":[],"uptime_ms":5000,"rejections":0,"settled":0,"sessions":0,"in_flight":0,"encoding":"fp8"}"#]].assert_eq(&server.get("/ring").await);
+        {"coordinator":"12D3KooWCoordinator","view":2,"ready":false,"missing":"layers 3:7 are missing","last_round_ms":120,"members":[{"peer":"12D3KooWHead","range":"0:3","device":"cpu avx2 x1","pid":4711,"in_ring":true,"alive":true,"spare":false,"shadow_of":null,"shadowed_by":null,"addresses":["/ip4/127.0.0.1/udp/4001/quic-v1"],"rtt_us":310,"service_us":850,"passes":12,"draft_block":0,"sessions":0,"loaded_bytes":4096}],"hops":[{"from":"12D3KooWCoordinator","to":"12D3KooWHead","rtt_us":310,"jitter_us":null,"in_flight":16700,"window":1048576,"rate":0,"queued":0}],"heals":[],"uptime_ms":5000,"rejections":0,"settled":0,"sessions":0,"in_flight":0,"encoding":"fp8"}"#]].assert_eq(&server.get("/ring").await);
     expect![[r#"
         HTTP/1.1 200 OK
         content-type: application/json

@@ -23,3 +23,5 @@ mod restart;
 mod rig;
 #[path = "ring/scripted.rs"]
 mod scripted;
+#[path = "ring/shadow.rs"]
+mod shadow;

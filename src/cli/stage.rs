@@ -83,6 +83,10 @@ pub struct StageArgs {
     /// Wait to replace another stage: a ring takes this one only where no other stage holds its range
     #[arg(long)]
     pub spare: bool,
+    /// While it waits, keep the state of the stage that it would replace current, so that it takes the
+    /// place at once; with --spare, and at the price of computing what that stage does
+    #[arg(long, requires = "spare")]
+    pub shadow: bool,
     /// MiB of memory for the journal of what this stage sent, with which a stage that takes its
     /// successor's place is brought up to date; 0 keeps none, and the whole ring computes again
     #[arg(long, value_name = "MIB", default_value_t = JOURNAL_MIB)]
@@ -274,6 +278,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
             .dial_scope
             .unwrap_or_else(|| Scope::shown_by(args.listen.iter().chain(&args.announce).chain(&args.coordinator))),
         spare: args.spare,
+        shadow: args.shadow,
         heartbeat: HEARTBEAT,
         dead_after: seconds("--dead-after", args.dead_after)?,
         announce,

@@ -84,6 +84,7 @@ impl Shell {
         for (peer, _) in ring {
             self.send(peer, &open);
         }
+        self.open_on_shadows(id);
         self.drain_round(id);
     }
 
@@ -265,6 +266,7 @@ impl Shell {
                 self.fail(id, error);
             }
         }
+        self.copy(id);
         self.count_in_flight();
     }
 
@@ -299,7 +301,9 @@ impl Shell {
     }
 
     fn free(&mut self, id: SessionId, peers: impl IntoIterator<Item = Node>, settled: Position) {
-        for peer in peers {
+        self.copies.remove(id);
+        let shadows: Vec<Node> = self.ring.pairs().map(|(shadow, _)| shadow).collect();
+        for peer in peers.into_iter().chain(shadows) {
             // A stage that is gone has freed it with itself.
             if self.ring.member(peer).is_some() {
                 self.send(peer, &Control::Close { session: id, settled });

@@ -340,6 +340,10 @@ pub struct MemberStatus {
     pub alive: bool,
     /// Whether it only replaces other stages of its range.
     pub spare: bool,
+    /// Whom it shadows.
+    pub shadow_of: Option<String>,
+    /// Who shadows it.
+    pub shadowed_by: Option<String>,
     /// Where its neighbours dial it.
     pub addresses: Vec<String>,
     /// Round trip of the coordinator's heartbeats to it, in microseconds; `None` before the first

@@ -19,5 +19,6 @@ mod rebuild;
 pub mod ring;
 pub mod run;
 pub(crate) mod session;
+mod shadow;
 mod status;
 mod unstarted;

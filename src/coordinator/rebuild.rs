@@ -59,6 +59,7 @@ impl Shell {
         for (peer, _) in ring {
             self.send(peer, &open);
         }
+        self.open_on_shadows(id);
     }
 
     /// How long a rebuild may stand still: whoever holds it up must lose its place while a session still
@@ -139,11 +140,15 @@ impl Shell {
                     session.phase = Phase::Running;
                     self.drain_round(id);
                 }
+                Output::Distrusted { stage, at } => {
+                    let who = name(member(stage));
+                    tracing::warn!(session = %id, %who, %at, "what a stage kept is not what was sent on: it begins anew");
+                }
                 Output::Differs { stage, at } => {
-                    let who = member(stage).map_or_else(String::new, |(peer, range)| format!("{range} ({peer})"));
                     let why = format!(
-                        "stage {who} was rebuilt and puts out at position {at} what its predecessor in its place did \
-                         not: one of the two computes differently, and nothing more is sent"
+                        "stage {} was rebuilt and puts out at position {at} what its predecessor in its place did \
+                         not: one of the two computes differently, and nothing more is sent",
+                        name(member(stage))
                     );
                     self.fail(id, JobError::Diverged { why });
                 }
@@ -204,4 +209,9 @@ impl Shell {
         }
         self.fail(id, error);
     }
+}
+
+/// A stage's layers and its name, for an operator.
+fn name(member: Option<(Node, LayerRange)>) -> String {
+    member.map_or_else(String::new, |(peer, range)| format!("{range} ({peer})"))
 }

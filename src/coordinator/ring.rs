@@ -63,6 +63,13 @@ pub enum Output {
         /// What was seen.
         why: String,
     },
+    /// A stage outside the ring shadows a member from here on: sessions are opened on it.
+    Shadow {
+        /// The shadow.
+        peer: Node,
+        /// The member.
+        of: Node,
+    },
     /// Every member has joined the view.
     Whole {
         /// The view.
@@ -99,6 +106,8 @@ enum State {
 #[derive(Debug)]
 pub struct Ring {
     layers: u16,
+    /// The coordinator's own name.
+    local: Node,
     view: View,
     /// The last view that members were asked to join; below `view` where an offer told of a later one.
     asked: Option<View>,
@@ -110,6 +119,8 @@ pub struct Ring {
     /// When the first ring takes spares.
     spares_from: Option<Instant>,
     state: State,
+    /// Shadows of the last view that was whole, and whom each shadows.
+    shadows: BTreeMap<Node, Node>,
     outputs: VecDeque<Output>,
 }
 
@@ -117,11 +128,12 @@ pub struct Ring {
 const POLICY: Policy = Policy { retry_after: RETRY_AFTER, look_after: Duration::from_secs(2), excuses_max: 8 };
 
 impl Ring {
-    /// A ring over `layers` layers, without members.
+    /// The ring of coordinator `local` over `layers` layers, without members.
     #[must_use]
-    pub fn new(layers: u16) -> Self {
+    pub fn new(local: Node, layers: u16) -> Self {
         let mut ring = Self {
             layers,
+            local,
             view: View(0),
             asked: None,
             members: BTreeMap::new(),
@@ -129,6 +141,7 @@ impl Ring {
             failures: 0,
             spares_from: None,
             state: State::Waiting { why: String::new(), retry: None },
+            shadows: BTreeMap::new(),
             outputs: VecDeque::new(),
         };
         ring.replan(None);
@@ -246,6 +259,7 @@ impl Ring {
         self.view = self.view.max(offer.view);
         let member = Member { peer, offer, report: None, draining: false, suspect: false, failed: 0 };
         self.members.insert(peer, member);
+        self.pair();
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
         }
@@ -259,6 +273,7 @@ impl Ring {
         let decision = self.decide(&Evidence::Gone { peer, why }, now);
         self.members.remove(&peer);
         self.carry_out(decision, now);
+        self.pair();
         if matches!(self.state, State::Waiting { .. }) {
             self.replan(Some(now));
         }
@@ -354,6 +369,7 @@ impl Ring {
         pending.remove(&peer);
         if pending.is_empty() {
             self.state = State::Whole { ring: std::mem::take(ring) };
+            self.pair_anew();
             self.outputs.push_back(Output::Whole { view });
         }
     }
@@ -391,6 +407,7 @@ impl Ring {
         if let Some(member) = self.members.get_mut(&peer) {
             member.draining = true;
         }
+        self.pair();
     }
 
     /// A stage reported.
@@ -423,6 +440,7 @@ impl Ring {
                 failed: member.failed,
                 incumbent: self.incumbents.contains(&member.peer),
                 spare: member.offer.spare,
+                shadow: self.shadows.contains_key(&member.peer),
             })
             .collect()
     }
@@ -475,5 +493,6 @@ impl Ring {
     }
 }
 
+mod shadows;
 #[cfg(test)]
 mod tests;

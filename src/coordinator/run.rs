@@ -27,6 +27,7 @@ use crate::coordinator::outbox::Outbox;
 use crate::coordinator::ring::{Output, Ring};
 use crate::coordinator::session::Session;
 use crate::coordinator::unstarted::Unstarted;
+use crate::heal::copies::Copies;
 use crate::ids::{Node, SessionId, View};
 use crate::proto::codec::{self, Data};
 use crate::proto::control::{Control, Hello, Role};
@@ -114,6 +115,8 @@ pub(crate) struct Shell {
     pub(super) link: Arc<dyn Link>,
     pub(super) greeter: Greeter,
     pub(crate) ring: Ring,
+    /// Copies for the shadow of the head.
+    pub(super) copies: Copies,
     pub(crate) heals: Heals,
     pub(super) heartbeats: Heartbeats,
     redials: Vec<Redial>,
@@ -183,7 +186,8 @@ impl Shell {
         };
         let shell = Shell {
             greeter: Greeter::new(Hello::ours(Role::Coordinator, shape.digest)),
-            ring: Ring::new(shape.layers),
+            ring: Ring::new(link.local(), shape.layers),
+            copies: Copies::default(),
             heals: Heals::new(now),
             heartbeats: Heartbeats::new(LivenessConfig {
                 interval: settings.heartbeat,
@@ -450,9 +454,14 @@ impl Shell {
             }
             Control::Failed { view, session, reason } => self.handle_failed(peer, view, session, reason),
             Control::Closed { report } => self.handle_closed(peer, report),
+            Control::Shadowed { view, session, next, again } => {
+                self.handle_shadowed(peer, view, session, next, again);
+            }
             Control::Hello(_)
             | Control::Refused { .. }
             | Control::Join(_)
+            | Control::Shadow { .. }
+            | Control::Copy { .. }
             | Control::Open(_)
             | Control::Rebuild { .. }
             | Control::Replay { .. }
@@ -541,6 +550,7 @@ impl Shell {
                     self.publish();
                     self.handle_broken(peer, range, &why);
                 }
+                Output::Shadow { peer, of } => self.open_on_shadow(peer, of),
                 Output::Whole { view } => {
                     tracing::info!(%view, "the ring is whole");
                     self.heals.whole(view, clock::now());

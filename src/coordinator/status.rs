@@ -56,6 +56,8 @@ impl Shell {
             in_ring,
             alive: !member.suspect,
             spare: member.offer.spare,
+            shadow_of: self.ring.shadow_of(member.peer).map(|of| of.to_string()),
+            shadowed_by: self.ring.shadowed_by(member.peer).map(|by| by.to_string()),
             addresses: member.offer.addresses.clone(),
             rtt_us: rtt.map(|rtt| micros(rtt.mean)),
             service_us: report.map_or(0, |report| report.service_us),

@@ -66,6 +66,14 @@ pub enum Output {
         /// The first position that goes round the whole ring again.
         from: Position,
     },
+    /// What a stage kept gave other results than the stage behind it had received: it computes all of it
+    /// again.
+    Distrusted {
+        /// Which stage.
+        stage: usize,
+        /// The first position that differs.
+        at: Position,
+    },
     /// A rebuilt stage computes something else than the one before it: the session must not go on.
     Differs {
         /// Which stage.
@@ -152,9 +160,15 @@ impl Run {
     /// Takes in what a stage kept; `None`: nothing. Says whether it was the last one that was asked.
     pub fn handle_opened(&mut self, stage: usize, kept: Option<Kept>, now: Instant) -> bool {
         let Phase::Asking = self.phase else { return false };
-        let kept = kept.filter(|kept| self.is_ours(kept));
+        let mut kept = kept.filter(|kept| self.is_ours(kept));
+        if let Some(kept) = &mut kept {
+            // What lies beyond is of a speculation that is over.
+            kept.inputs.truncate(kept.next);
+            kept.outputs.truncate(kept.next);
+        }
         let Some(asked) = self.stages.get_mut(stage) else { return false };
         asked.next = kept.as_ref().map_or(Position(0), |kept| kept.next);
+        asked.outputs = kept.as_ref().map(|kept| kept.outputs.clone()).unwrap_or_default();
         asked.kept = Some(kept);
         self.progressed = now;
         let last = self.stages.iter().all(|stage| stage.kept.is_some());
@@ -241,8 +255,26 @@ impl Run {
         self.config.ids.get(..kept.next.0 as usize).is_some_and(|ids| ids_digest(ids) == kept.ids)
     }
 
+    /// A state whose results are not what the stage behind it had received is no state.
+    fn distrust(&mut self) {
+        let mut differing = Vec::new();
+        for (stage, pair) in self.stages.windows(2).enumerate() {
+            differing.extend(differs(&pair[0], &pair[1]).map(|at| (stage, at)));
+        }
+        for (stage, at) in differing {
+            self.outputs.push_back(Output::Distrusted { stage, at });
+            let stage = &mut self.stages[stage];
+            (stage.next, stage.outputs) = (Position(0), Digests::default());
+            // What it took in was not its own doing, and stays to compare with.
+            if let Some(kept) = stage.kept.iter_mut().flatten().next() {
+                (kept.next, kept.journal) = (Position(0), (Position(0), Position(0)));
+            }
+        }
+    }
+
     /// Every stage has said what it has.
     fn begin(&mut self) {
+        self.distrust();
         let furthest = self.stages.iter().map(|stage| stage.next).max().unwrap_or_default();
         let asked_from = self.config.asked_from;
         self.history = if self.config.committed { asked_from } else { asked_from.min(furthest) };
@@ -254,6 +286,7 @@ impl Run {
         self.steps = plan(&has, self.history);
         for (stage, step) in self.steps.iter().enumerate() {
             self.stages[stage].next = step.from;
+            self.stages[stage].outputs.truncate(step.from);
             self.cuts.extend([step.from, step.forward_from]);
             let rebuild = Rebuild {
                 from: step.from,
@@ -332,12 +365,15 @@ impl Run {
 
     /// The first stage whose results are not what the stage behind it had received, and where.
     fn differs(&self) -> Option<(usize, Position)> {
-        self.stages.windows(2).enumerate().find_map(|(stage, pair)| {
-            let received = &pair[1].kept.as_ref()?.as_ref()?.inputs;
-            let at = pair[0].outputs.iter().find(|(at, digest)| received.get(*at).is_some_and(|had| had != *digest))?.0;
-            Some((stage, at))
-        })
+        self.stages.windows(2).enumerate().find_map(|(stage, pair)| Some((stage, differs(&pair[0], &pair[1])?)))
     }
+}
+
+/// The first position of which a stage has another result than the stage behind it had received.
+fn differs(stage: &Stage, behind: &Stage) -> Option<Position> {
+    let received = &behind.kept.as_ref()?.as_ref()?.inputs;
+    let other = |(at, digest): &(Position, &[u8; 32])| received.get(*at).is_some_and(|had| had != *digest);
+    stage.outputs.iter().find(other).map(|(at, _)| at)
 }
 
 impl Digests {
@@ -357,6 +393,11 @@ impl Digests {
     /// The positions with their digests.
     pub fn iter(&self) -> impl Iterator<Item = (Position, &[u8; 32])> {
         (self.from.0..).map(Position).zip(&self.list)
+    }
+
+    /// Forgets the positions from `end` on.
+    pub fn truncate(&mut self, end: Position) {
+        self.list.truncate(end.0.saturating_sub(self.from.0) as usize);
     }
 
     /// Takes in what follows; where something is missing between, what was known is forgotten.

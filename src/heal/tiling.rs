@@ -24,6 +24,8 @@ pub struct Candidate {
     pub incumbent: bool,
     /// Whether it only replaces other stages of its range.
     pub spare: bool,
+    /// Whether it was the shadow of one of its range: it has that one's state.
+    pub shadow: bool,
 }
 
 /// The offers leave layers uncovered, or cut them so that no tiling exists.
@@ -83,8 +85,9 @@ pub fn plan(layers: u16, offers: &[Candidate]) -> Result<Vec<Candidate>, PlanErr
 }
 
 /// Which of the stages that hold one range goes first: the lower.
-fn rank(offer: &Candidate) -> (bool, u64, bool, bool, bool, Node) {
-    (offer.faulted, offer.failed, !offer.drafts, !offer.incumbent, offer.spare, offer.peer)
+fn rank(offer: &Candidate) -> (bool, u64, bool, bool, bool, bool, Node) {
+    let Candidate { faulted, failed, drafts, incumbent, shadow, spare, peer, .. } = *offer;
+    (faulted, failed, !drafts, !incumbent, !shadow, spare, peer)
 }
 
 /// A way to cover the layers from one on.
@@ -141,6 +144,7 @@ mod tests {
             failed: 0,
             incumbent: false,
             spare: false,
+            shadow: false,
         }
     }
 
@@ -203,6 +207,11 @@ mod tests {
         let kept = Candidate { incumbent: true, ..tail };
         let failed = Candidate { faulted: true, incumbent: true, ..head };
         assert_eq!(plan(7, &[failed, spares[0], kept]).unwrap(), [spares[0], kept]);
+        let shadow = Candidate { shadow: true, ..spares[0] };
+        for waits in [Candidate { peer: Node::random(), ..shadow }, shadow] {
+            let offers = [spare("0:3", false), offer("0:3", false), waits, spare("0:3", false), tail];
+            assert_eq!(plan(7, &offers).unwrap(), [waits, tail], "a shadow has the state");
+        }
         let placed = Candidate { incumbent: true, ..spares[0] };
         assert_eq!(plan(7, &[head, placed, kept]).unwrap(), [placed, kept], "it keeps the place that it took");
         assert_eq!(plan(7, &[spares[0], tail]).unwrap(), [spares[0], tail]);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use libp2p::PeerId;
 
 use crate::ids::{Node, View};
-use crate::proto::control::{Control, Join, Role};
+use crate::proto::control::{Control, Join, Neighbour, Role};
 use crate::proto::heartbeats::ASIDE;
 
 /// How long a connected successor may take to answer a heartbeat before it is dialled anew: it may
@@ -56,6 +56,8 @@ pub struct Route {
     pub predecessor: Node,
     /// Who gets frames; at the tail `None`, and the coordinator gets replies.
     pub successor: Option<Node>,
+    /// As a shadow: outside the ring, it gets copies from its predecessor and sends nothing on.
+    pub shadows: bool,
 }
 
 /// Coordinators that lost this stage to another one and are remembered.
@@ -97,6 +99,10 @@ pub enum Output {
         /// Why.
         reason: String,
     },
+    /// Who sends this shadow copies can be asked.
+    Ask,
+    /// Send final positions to this shadow of the successor, too.
+    Copy(Option<Node>),
     /// Frees every session and takes this route (`None`: outside any ring).
     Route(Option<Route>),
     /// A hop that had died while idle stands again.
@@ -154,6 +160,8 @@ pub struct Membership {
     leader: Option<(Node, View)>,
     /// Those whose place another coordinator took, the last ones, and their last views.
     former: VecDeque<(Node, View)>,
+    /// The shadow of the successor in `route`, and when it is dialled again.
+    copies_to: Option<(Neighbour, Option<Instant>)>,
     outputs: VecDeque<Output>,
 }
 
@@ -173,6 +181,7 @@ impl Membership {
             mends: Vec::new(),
             leader: None,
             former: VecDeque::new(),
+            copies_to: None,
             outputs: VecDeque::new(),
         }
     }
@@ -222,13 +231,16 @@ impl Membership {
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let joining = self.joining.as_ref().map(|joining| joining.until);
-        self.mends.iter().flat_map(|mend| [Some(mend.until), mend.dial_at]).chain([joining]).flatten().min()
+        let copies = self.copies_to.as_ref().and_then(|(_, at)| *at);
+        let mends = self.mends.iter().flat_map(|mend| [Some(mend.until), mend.dial_at]);
+        mends.chain([joining, copies]).flatten().min()
     }
 
     /// Time has come: a successor that is connected and does not answer is dialled anew, as is one
     /// to which the hop died; one that is dialled in vain refuses the join; a neighbour that did not come
     /// back is lost.
     pub fn handle_timeout(&mut self, now: Instant) {
+        self.dial_shadow(now);
         for mend in &mut self.mends {
             if mend.dial_at.take_if(|at| *at <= now).is_some() {
                 self.outputs.push_back(Output::Dial { peer: mend.peer, addresses: self.successor_at.clone() });
@@ -291,6 +303,9 @@ impl Membership {
         if self.joining.as_ref().is_some_and(|joining| joining.route.successor == Some(peer)) {
             self.ask_successor(now);
         }
+        if self.route.is_some_and(|route| route.shadows && route.predecessor == peer) {
+            self.outputs.push_back(Output::Ask);
+        }
         if self.mends.extract_if(.., |mend| mend.peer == peer).count() > 0 {
             self.outputs.push_back(Output::Mended { peer });
         }
@@ -315,11 +330,14 @@ impl Membership {
         if self.joining.as_ref().is_some_and(asked) {
             self.dial_successor(now);
         }
+        self.lost_shadow(peer, now);
         let Some(route) = self.route else { return };
         if route.coordinator == peer {
             self.route = None;
             self.outputs.push_back(Output::Route(None));
             self.mends.clear();
+        } else if route.shadows {
+            // Who sends copies dials again.
         } else if route.successor == Some(peer) && !idle {
             self.mends.retain(|mend| mend.peer != peer);
             self.lost(peer, reason);
@@ -355,7 +373,7 @@ impl Membership {
             let reason = format!("view {} is not above view {}, which this stage obeys", join.view, self.view);
             return self.refuse_join(from, join.view, reason);
         }
-        if let Some(left) = self.route.filter(|route| route.coordinator != from) {
+        if let Some(left) = self.route.filter(|route| route.coordinator != from && !route.shadows) {
             let message = Control::JoinRefused {
                 view: left.view,
                 current: join.view,
@@ -363,22 +381,13 @@ impl Membership {
             };
             self.outputs.push_back(Output::Send { to: left.coordinator, message });
         }
-        if let Some(left) = self.leader.replace((from, join.view)).filter(|(leader, _)| *leader != from) {
-            self.former.push_back(left);
-            if self.former.len() > FORMER_MAX {
-                self.former.pop_front();
-            }
-        }
-        self.former.retain(|(former, _)| *former != from);
-        self.view = join.view;
-        self.route = None;
-        self.mends.clear();
-        self.outputs.push_back(Output::Route(None));
+        self.follow(from, join.view);
         let route = Route {
             view: join.view,
             coordinator: from,
             predecessor: join.predecessor.as_ref().map_or(from, |neighbour| neighbour.peer),
             successor: join.successor.as_ref().map(|neighbour| neighbour.peer),
+            shadows: false,
         };
         let Some(successor) = &join.successor else {
             self.joining = None;
@@ -391,6 +400,22 @@ impl Membership {
         } else {
             self.dial_successor(now);
         }
+    }
+
+    /// Takes this coordinator's view, and is outside any ring.
+    fn follow(&mut self, from: Node, view: View) {
+        if let Some(left) = self.leader.replace((from, view)).filter(|(leader, _)| *leader != from) {
+            self.former.push_back(left);
+            if self.former.len() > FORMER_MAX {
+                self.former.pop_front();
+            }
+        }
+        self.former.retain(|(former, _)| *former != from);
+        self.view = view;
+        self.route = None;
+        self.copies_to = None;
+        self.mends.clear();
+        self.outputs.push_back(Output::Route(None));
     }
 
     /// What a coordinator is told that was frozen while another one took its place, and comes back: this
@@ -421,6 +446,7 @@ impl Membership {
         for mend in self.mends.iter_mut().filter(|mend| mend.peer == peer) {
             mend.dial_at = Some(now + MEND_PAUSE);
         }
+        self.lost_shadow(peer, now);
         self.give_up(peer, reason);
     }
 
@@ -443,5 +469,6 @@ fn join_seq(view: View) -> u64 {
     ASIDE | view.0
 }
 
+mod shadow;
 #[cfg(test)]
 mod tests;

@@ -59,6 +59,13 @@ pub enum StageEvent {
         /// The coordinator.
         coordinator: String,
     },
+    /// It is the shadow of a stage of the ring.
+    Shadowing {
+        /// The view.
+        view: u64,
+        /// The coordinator.
+        coordinator: String,
+    },
     /// The stage is in no ring.
     Left,
     /// A coordinator was reached or lost.

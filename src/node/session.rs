@@ -49,6 +49,8 @@ pub(crate) struct Session {
     ids: Vec<TokenId>,
     recent: Recent,
     digests_from: Position,
+    /// As a shadow: the fence refused a frame.
+    begins_anew: bool,
 }
 
 impl Session {
@@ -68,26 +70,39 @@ impl Session {
     ) -> Self {
         let Shelved { mut ids, recent, .. } = state;
         ids.truncate(rebuild.from.0 as usize);
-        let fence = Fence::new(FenceConfig {
-            session: open.session,
-            view: open.view,
-            prompt_len: open.prompt_len,
-            reach: open.reach,
-            end: Position(open.positions),
-            from: rebuild.from,
-            history: rebuild.history,
-            forward_from: rebuild.forward_from,
-            hold_for: HOLD_FOR,
-            held_max: HELD_FRAMES_MAX,
-        });
+        let fence = fence(&open, rebuild);
         let tail = is_tail.then(|| Tail::new(open.clone(), rebuild));
-        Self { open, counters, tail, fence, taken: None, ids, recent, digests_from: rebuild.digests_from }
+        let digests_from = rebuild.digests_from;
+        Self { open, counters, tail, fence, taken: None, ids, recent, digests_from, begins_anew: false }
+    }
+
+    /// A session that computes history alone and forwards nothing, from `from` on.
+    pub(crate) fn shadow(open: Open, is_tail: bool, state: Shelved, from: Position) -> Self {
+        let rebuild = all_history(&open, from);
+        Self::resumed(open, (is_tail, Arc::default()), state, rebuild)
+    }
+
+    /// A shadow forgets the frames that wait and goes on from what it has computed, once no pass is under way.
+    pub(crate) fn begin_anew(&mut self) {
+        self.begins_anew = true;
     }
 
     /// What outlives the ring.
     pub(crate) fn shelve(mut self, shape: SessionShape) -> Shelved {
         self.ids.truncate(self.fence.next().0 as usize);
-        Shelved { shape, ids: self.ids, recent: self.recent }
+        let final_to = self.final_to();
+        Shelved { shape, final_to, ids: self.ids, recent: self.recent }
+    }
+
+    /// Of what was computed, the positions below are final: prompt, history or committed.
+    pub(crate) fn final_to(&self) -> Position {
+        let known = self.fence.history().max(Position(self.open.prompt_len)).max(self.fence.settled());
+        known.min(self.fence.next())
+    }
+
+    /// Whether there is nothing that could be computed.
+    pub(crate) fn is_starved(&self) -> bool {
+        self.taken.is_none() && !self.fence.is_ready()
     }
 
     /// Next position to compute.
@@ -151,6 +166,10 @@ impl Session {
     /// The next frames to compute together, or nothing: one prompt chunk, or neighbouring decode
     /// frames that have queued up.
     pub(crate) fn poll_work(&mut self) -> Option<Work> {
+        if std::mem::take(&mut self.begins_anew) {
+            self.fence = fence(&self.open, all_history(&self.open, self.fence.next()));
+            self.taken = None;
+        }
         let (head, body) = self.take()?;
         let mut work = Work::default();
         let decode = |head: &FrameHead| head.pos.0 >= self.open.prompt_len;
@@ -193,6 +212,26 @@ impl Session {
         self.counters.publish(&self.fence);
         fates
     }
+}
+
+fn all_history(open: &Open, from: Position) -> Rebuild {
+    let end = Position(open.positions);
+    Rebuild { from, history: end, forward_from: end, digests_from: end }
+}
+
+fn fence(open: &Open, rebuild: Rebuild) -> Fence<Body> {
+    Fence::new(FenceConfig {
+        session: open.session,
+        view: open.view,
+        prompt_len: open.prompt_len,
+        reach: open.reach,
+        end: Position(open.positions),
+        from: rebuild.from,
+        history: rebuild.history,
+        forward_from: rebuild.forward_from,
+        hold_for: HOLD_FOR,
+        held_max: HELD_FRAMES_MAX,
+    })
 }
 
 impl Work {

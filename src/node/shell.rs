@@ -309,6 +309,14 @@ impl Shell {
             Control::Replay { session, from, to, answer_from } => {
                 self.obey(peer, Input::Replay { session, from, to, answer_from });
             }
+            Control::Shadow { view, source } => self.membership.handle_shadow(peer, view, source),
+            Control::Copy { view, to } => self.membership.handle_copy(peer, view, to, clock::now()),
+            Control::Shadowed { view, session, next, again } => {
+                // Of an older view, it is late.
+                if self.membership.copies_to(peer, view) {
+                    self.hand_over(peer, Input::Shadowed { session, next, again });
+                }
+            }
             Control::Probe { nonce } => {
                 if self.membership.allows(peer) {
                     let report = StageReport { hop: self.hop(), ..self.counters.report(self.membership.view()) };
@@ -463,11 +471,14 @@ impl Shell {
                 }
                 Output::Mended { peer } => self.observe(StageEvent::Mended { peer: peer.to_string() }),
                 Output::Disconnect { peer, reason } => self.link.disconnect(peer, &reason),
+                Output::Ask => self.order(Input::Ask)?,
+                Output::Copy(to) => self.order(Input::Copy(to))?,
                 Output::Route(route) => {
-                    self.inputs
-                        .try_send(Input::Route(route))
-                        .map_err(|error| ServeError::Worker { why: error.to_string() })?;
+                    self.order(Input::Route(route))?;
                     self.observe(match route {
+                        Some(route) if route.shadows => {
+                            StageEvent::Shadowing { view: route.view.0, coordinator: route.coordinator.to_string() }
+                        }
                         Some(route) => {
                             StageEvent::Joined { view: route.view.0, coordinator: route.coordinator.to_string() }
                         }
@@ -477,6 +488,11 @@ impl Shell {
             }
         }
         Ok(())
+    }
+
+    /// Hands the worker what it can't do without.
+    fn order(&self, input: Input) -> Result<(), ServeError> {
+        self.inputs.try_send(input).map_err(|error| ServeError::Worker { why: error.to_string() })
     }
 
     fn offer(&self) -> Offer {
@@ -499,6 +515,7 @@ impl Shell {
             pid: std::process::id(),
             view: self.membership.view(),
             spare: self.settings.spare,
+            shadow: self.settings.spare && self.settings.shadow,
         }
     }
 

@@ -10,6 +10,7 @@ mod ended;
 mod outbox;
 mod pass;
 mod resume;
+mod shadow;
 pub(crate) mod shelf;
 pub mod thread;
 
@@ -31,6 +32,7 @@ use crate::node::worker::ended::Ended;
 use crate::node::worker::outbox::Outbox;
 use crate::node::worker::pass::Desk;
 use crate::node::worker::resume::Waiting;
+use crate::node::worker::shadow::Shadowing;
 use crate::node::worker::shelf::Shelf;
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Rebuild, SessionReport};
@@ -81,6 +83,19 @@ pub enum Input {
         /// The tail answers from this position on.
         answer_from: Position,
     },
+    /// As a shadow: the source of copies can be asked.
+    Ask,
+    /// Send final positions to this shadow of the next stage, too.
+    Copy(Option<Node>),
+    /// How far the shadow of the next stage came.
+    Shadowed {
+        /// The session.
+        session: SessionId,
+        /// The first position that it lacks.
+        next: Position,
+        /// Nothing above is on the way to it.
+        again: bool,
+    },
     /// Takes this route; every session waits to be opened again in it.
     Route(Option<Route>),
     /// Ends the worker.
@@ -111,6 +126,8 @@ pub(crate) struct Send {
 #[derive(Debug)]
 pub(crate) struct Pass {
     session: SessionId,
+    /// Of the route that it was begun on: the same view may be taken twice, by a shadow.
+    routes: u64,
     work: Work,
 }
 
@@ -132,6 +149,8 @@ pub(crate) struct Worker {
     counters: Arc<Counters>,
     max_sessions: u32,
     route: Option<Route>,
+    /// Routes taken so far.
+    routes: u64,
     journals: Journals,
     sessions: BTreeMap<SessionId, Session>,
     /// Sessions of an older view that were opened again.
@@ -148,6 +167,7 @@ pub(crate) struct Worker {
     /// The session that is counted until the last tell is sent.
     telling: Option<SessionId>,
     outbox: Outbox,
+    shadowing: Shadowing,
 }
 
 impl Worker {
@@ -160,6 +180,7 @@ impl Worker {
             counters,
             max_sessions,
             route: None,
+            routes: 0,
             journals,
             sessions: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -170,6 +191,7 @@ impl Worker {
             tells: VecDeque::new(),
             telling: None,
             outbox: Outbox::default(),
+            shadowing: Shadowing::default(),
         }
     }
 
@@ -195,6 +217,9 @@ impl Worker {
             }
             Input::Rebuild { session, rebuild } => self.rebuild(session, rebuild),
             Input::Replay { session, from, to, answer_from } => self.replay(session, (from, to), answer_from, now),
+            Input::Ask => self.ask_for_all(now),
+            Input::Copy(to) => self.shadowing.copy_to(to),
+            Input::Shadowed { session, next, again } => self.shadowing.handle_shadowed(session, next, again),
             Input::Route(route) => self.reroute(route, now),
             Input::Stop => return false,
         }
@@ -233,6 +258,7 @@ impl Worker {
             .chain(self.early.iter().map(|early| early.until))
             .chain(self.outbox.poll_timeout())
             .chain(self.shelf.poll_timeout())
+            .chain(self.shadowing.poll_timeout())
             .min()
     }
 
@@ -240,6 +266,7 @@ impl Worker {
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         self.early.retain(|early| early.until > now);
         self.forget_expired(now);
+        self.ask_for_copies(now);
         let failed: Vec<(SessionId, String)> = self
             .sessions
             .iter_mut()
@@ -247,7 +274,7 @@ impl Worker {
             .filter_map(|(id, session)| session.handle_timeout(now).err().map(|error| (*id, error.to_string())))
             .collect();
         for (session, reason) in failed {
-            self.fail(session, reason);
+            self.refuse_frame(session, reason);
         }
     }
 
@@ -263,7 +290,7 @@ impl Worker {
         for session in order {
             if let Some(work) = self.sessions.get_mut(&session).and_then(Session::poll_work) {
                 self.turn = session;
-                return Some(Pass { session, work });
+                return Some(Pass { session, routes: self.routes, work });
             }
         }
         None
@@ -280,9 +307,8 @@ impl Worker {
     pub(crate) fn handle_computed(&mut self, pass: &Pass, results: Result<Vec<Bytes>, String>, us: u64, now: Instant) {
         self.counters.pass(pass.positions() == 1, us);
         let heads = &pass.work.heads;
-        // A session goes on in the next view under its id: what an older view computed is not its own.
-        let view = heads.first().map(|head| head.view);
-        let Some(route) = self.route.filter(|route| Some(route.view) == view) else { return };
+        // A session goes on behind the next route under its id: what was begun before is not its own.
+        let Some(route) = self.route.filter(|_| self.routes == pass.routes) else { return };
         let results = match results {
             Ok(results) => results,
             Err(reason) => return self.fail(pass.session, reason),
@@ -291,7 +317,11 @@ impl Worker {
         let input = self.desk.input_bytes(&session.open);
         let fates = session.handle_computed(&pass.work, input);
         self.journal(pass, &fates, &results);
-        self.tell_rebuilt(pass.session, &pass.work, &results);
+        match route.shadows {
+            true => self.tell_shadowed(pass.session, heads.len()),
+            false => self.tell_rebuilt(pass.session, &pass.work, &results),
+        }
+        self.shadowing.handle_grown(pass.session);
         let bodies = fates.into_iter().zip(results).filter(|(fate, _)| *fate == Forward::Yes).map(|(_, body)| body);
         self.outbox.put(&route, bodies, now);
     }
@@ -301,13 +331,15 @@ impl Worker {
         if self.desk.engine.facts().is_tail() {
             return;
         }
+        let history = self.sessions.get(&pass.session).map_or(Position(0), Session::history);
         let mut ids = &pass.work.ids[..];
         for ((head, fate), body) in pass.work.heads.iter().zip(fates).zip(bodies) {
             let (of_frame, rest) = ids.split_at(head.len as usize);
             ids = rest;
             if *fate != Forward::No {
                 let payload = body.slice(codec::frame_header_bytes(of_frame.len())..);
-                self.journals.settle(pass.session, head.settled);
+                let end = head.pos.plus(head.len);
+                self.journals.settle(pass.session, head.settled.max(end.min(history)));
                 self.journals.record(pass.session, head.pos, of_frame, payload);
             }
         }
@@ -324,10 +356,12 @@ impl Worker {
                 self.forget(id);
             }
         }
+        self.shadowing = Shadowing::default();
         self.early.clear();
         self.outbox.clear();
         self.ended = Ended::default();
         self.route = route;
+        self.routes += 1;
     }
 
     fn frame(&mut self, frame: Frame, now: Instant) {
@@ -336,7 +370,7 @@ impl Worker {
             match session.handle_frame(frame, now) {
                 Ok(Arrival::Queued | Arrival::Held) => {}
                 Ok(Arrival::Dropped(reason)) => tracing::trace!(session = %id, ?reason, "frame dropped"),
-                Err(error) => self.fail(id, error.to_string()),
+                Err(error) => self.refuse_frame(id, error.to_string()),
             }
         } else if !self.waiting.contains_key(&id) && !self.ended.has(id) && self.early.len() < EARLY_FRAMES_MAX {
             self.early.push(Early { frame, until: now + EARLY_FRAME_DEADLINE });
@@ -355,6 +389,9 @@ impl Worker {
         if open.prompt_len == 0 || open.prompt_len > open.positions {
             let (prompt, positions) = (open.prompt_len, open.positions);
             return self.fail(id, format!("prompt of {prompt} positions in a session of {positions}"));
+        }
+        if route.shadows {
+            return self.open_as_shadow(open, now);
         }
         if open.resumes {
             if let Err(reason) = self.open_again(open, &route) {
@@ -393,6 +430,9 @@ impl Worker {
         };
         self.waiting.remove(&id);
         self.forget(id);
+        if self.is_shadow() {
+            return;
+        }
         self.tell_end(Control::Closed { report }, id);
     }
 
@@ -404,6 +444,9 @@ impl Worker {
         self.forget(id);
         let Some(route) = self.route else { return self.counters.close(id) };
         tracing::warn!(session = %id, %reason, "session failed");
+        if route.shadows {
+            return;
+        }
         self.tell_end(Control::Failed { view: route.view, session: id, reason }, id);
     }
 

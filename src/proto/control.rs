@@ -1,6 +1,7 @@
 //! What travels on the control lane: postcard bodies of [`Control`].
 //!
-//! The coordinator speaks to every stage and every stage to the coordinator; neighbours only greet.
+//! The coordinator speaks to every stage and every stage to the coordinator; neighbours only greet, and a
+//! shadow says how far it came.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -10,7 +11,7 @@ use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, TokenId, View, Wi
 use crate::proto::liveness::RoundTrip;
 
 /// Version of everything in [`crate::proto`]; peers of other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// First message on every connection, from both sides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +60,8 @@ pub struct Offer {
     pub view: View,
     /// It waits to replace another stage: a ring takes it only where no other stage holds its range.
     pub spare: bool,
+    /// Outside a ring, it keeps the state of a stage that it could replace current.
+    pub shadow: bool,
 }
 
 /// A neighbour in a view.
@@ -136,6 +139,8 @@ pub struct Kept {
     pub journal: (Position, Position),
     /// The last frames that it took in; none at the head, whose frames are ids alone.
     pub inputs: Digests,
+    /// Its last results that the journal has; none at the tail.
+    pub outputs: Digests,
 }
 
 /// How a stage goes on with a session from an older view.
@@ -339,6 +344,32 @@ pub enum Control {
     },
     /// Stage → coordinator: finishes what is open and takes nothing new.
     Draining,
+    /// Coordinator → stage outside the ring: be a shadow in this view.
+    Shadow {
+        /// The view.
+        view: View,
+        /// Who sends copies: the stage in front of the one that is shadowed, or the coordinator; `None`: be
+        /// none any more.
+        source: Option<Node>,
+    },
+    /// Coordinator → stage: send final positions to the shadow of the next stage, too.
+    Copy {
+        /// Membership.
+        view: View,
+        /// The shadow; `None`: there is none any more.
+        to: Option<Neighbour>,
+    },
+    /// Shadow → who sends it copies.
+    Shadowed {
+        /// Membership.
+        view: View,
+        /// The session.
+        session: SessionId,
+        /// The first position that it has not computed.
+        next: Position,
+        /// Nothing is waiting there: what was sent at or above `next` is to be sent again.
+        again: bool,
+    },
     /// Stage → coordinator: a neighbour is gone.
     NeighbourLost {
         /// Membership.

@@ -179,7 +179,7 @@ impl Memory {
             at = *hi;
             let predecessor = place.checked_sub(1).map_or(coordinator, |before| ring[before].0);
             let successor = ring.get(place + 1).map(|after| after.0);
-            let right = Route { view, coordinator, predecessor, successor };
+            let right = Route { view, coordinator, predecessor, successor, shadows: false };
             if self.joined.get(&(*node, view, coordinator)) != Some(&right) {
                 let why =
                     format!("view {view} is whole, and stage {lo}:{hi} (process {}) never took its place", node.start);

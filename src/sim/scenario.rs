@@ -34,6 +34,7 @@ pub(super) struct Seat {
     pub(super) peer: PeerId,
     pub(super) range: LayerRange,
     pub(super) spare: bool,
+    pub(super) shadow: bool,
     pub(super) pace: Pace,
 }
 
@@ -127,7 +128,7 @@ impl Scenario {
             let count = draw.between(1, 6);
             faults.extend((0..count).map(|_| fault(draw, &seats, (logged, calm))));
         }
-        Self {
+        let mut scenario = Self {
             lead: peer(draw),
             logged,
             stages_dial: draw.chance(50),
@@ -146,7 +147,11 @@ impl Scenario {
             log_file_bytes: draw.between(2_000, 40_000),
             journal_bytes: if draw.chance(70) { 1 << 20 } else { draw.between(0, 20_000) },
             seats,
+        };
+        for seat in scenario.seats.iter_mut().filter(|seat| seat.spare) {
+            seat.shadow = draw.chance(60);
         }
+        scenario
     }
 
     /// How a stage serves.
@@ -159,6 +164,7 @@ impl Scenario {
             announce: Vec::new(),
             dial_scope: Scope::Public,
             spare: seat.spare,
+            shadow: seat.shadow,
             heartbeat: self.heartbeat,
             dead_after: self.dead_after,
             journal: JournalConfig { memory: self.journal_bytes, spill: None },
@@ -220,6 +226,7 @@ fn seats(draw: &mut Draw) -> Vec<Seat> {
         peer: peer(draw),
         range,
         spare,
+        shadow: false,
         pace: Pace {
             pass: draw.micros(200, 4_000),
             position: draw.micros(20, 300),

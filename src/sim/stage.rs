@@ -237,6 +237,7 @@ impl StageProcess {
         if !self.send_on(now) {
             return (Some(now + STALL_LOOK), computed);
         }
+        let copied = self.copy();
         let next = match self.worker.poll_work() {
             Some(pass) => {
                 let results = self.worker.compute(&pass);
@@ -244,9 +245,18 @@ impl StageProcess {
                 self.busy = Some(Busy { pass, results, begun: now, until });
                 Some(until)
             }
+            None if copied => Some(now),
             None => self.worker.poll_timeout(),
         };
         (next, computed)
+    }
+
+    /// Sends one copy to a shadow, if there is room for it at once.
+    fn copy(&mut self) -> bool {
+        let Some(copy) = self.worker.poll_copy() else { return false };
+        let sent = self.link.try_send(copy.to, copy.lane, copy.body);
+        self.worker.handle_copied(sent.is_ok());
+        true
     }
 
     fn takes(&mut self, positions: usize) -> Duration {

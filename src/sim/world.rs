@@ -279,7 +279,11 @@ impl World {
         let what = format!(
             "starts as stage {}{} on machine {}",
             seat.range,
-            if seat.spare { ", a spare" } else { "" },
+            match (seat.spare, seat.shadow) {
+                (_, true) => ", a shadow",
+                (true, false) => ", a spare",
+                (false, false) => "",
+            },
             seat.slot
         );
         self.note(Note::Process { host: node.start, what });

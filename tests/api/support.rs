@@ -182,6 +182,8 @@ impl Serve for Script {
             in_ring: true,
             alive: true,
             spare: false,
+            shadow_of: None,
+            shadowed_by: None,
             addresses: vec!["/ip4/127.0.0.1/udp/4001/quic-v1".into()],
             rtt_us: Some(310),
             service_us: 850,

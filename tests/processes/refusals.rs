@@ -46,6 +46,7 @@ fn command_lines_that_can_not_be_are_refused() {
     }
     stage_refused(&["--range", "6:9"], "range", &["6:9", "0:7"]);
     stage_refused(&[], "arguments", &["--range"]);
+    stage_refused(&["--range", "0:3", "--shadow"], "arguments", &["--spare"]);
     stage_refused(&["--range", "0:3", "--nonsense"], "arguments", &["--nonsense"]);
     stage_refused(&["--range", "0:3", "--device", "cuda:0"], "device", &["cuda:0", "cpu"]);
     stage_refused(&["--range", "0:3", "--threads", "0"], "config", &["--threads", "0", "1 to"]);

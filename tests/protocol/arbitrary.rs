@@ -103,6 +103,7 @@ fn any_offer() -> impl Strategy<Value = Control> {
                 pid,
                 view,
                 spare: pid % 2 == 1,
+                shadow: pid % 3 == 1,
             })
         },
     )
@@ -174,7 +175,7 @@ fn any_report() -> impl Strategy<Value = Control> {
 }
 
 fn any_small() -> impl Strategy<Value = Control> {
-    (any::<[u64; 3]>(), text(), 0..16_u8).prop_map(|([a, b, c], reason, which)| {
+    (any::<[u64; 3]>(), text(), 0..20_u8).prop_map(|([a, b, c], reason, which)| {
         let (view, session) = (View(a), SessionId(b));
         match which {
             0 => Control::Refused { reason },
@@ -190,6 +191,9 @@ fn any_small() -> impl Strategy<Value = Control> {
             },
             13 => Control::ReplayFailed { view, session, reason },
             14 => Control::Rebuild { session, rebuild: rebuild(a as u32, c as u32) },
+            15 => Control::Shadow { view, source: (b % 2 == 0).then(ringfence::ids::Node::random) },
+            16 => Control::Copy { view, to: (b % 2 == 0).then(|| neighbour(reason)) },
+            17 => Control::Shadowed { view, session, next: Position(c as u32), again: a % 2 == 0 },
             4 => Control::Failed { view, session, reason },
             5 => Control::Close { session, settled: Position(c as u32) },
             6 => Control::Cancel { session, below: Epoch(c as u32) },
@@ -202,13 +206,23 @@ fn any_small() -> impl Strategy<Value = Control> {
     })
 }
 
+fn neighbour(address: String) -> Neighbour {
+    Neighbour { peer: ringfence::ids::Node::random(), addresses: vec![address] }
+}
+
 fn digests(seed: u64) -> Digests {
     Digests { from: Position(seed as u32), list: vec![[seed as u8; 32]; (seed % 5) as usize] }
 }
 
 fn kept(seed: u64) -> Kept {
     let at = Position(seed as u32);
-    Kept { next: at, ids: [seed as u8; 32], journal: (Position(1), at), inputs: digests(seed) }
+    Kept {
+        next: at,
+        ids: [seed as u8; 32],
+        journal: (Position(1), at),
+        inputs: digests(seed),
+        outputs: digests(seed / 5),
+    }
 }
 
 fn rebuild(from: u32, history: u32) -> Rebuild {

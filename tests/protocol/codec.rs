@@ -114,9 +114,9 @@ proptest! {
     fn arbitrary_bytes_do_no_harm(bytes in prop::collection::vec(any::<u8>(), 0..200), lane in 0..4_u8) {
         let header: &[u8] = match lane {
             0 => &[],
-            1 => b"RFDT\x03\x00\x01\x00",
-            2 => b"RFDT\x03\x00\x02\x00",
-            _ => b"RFCT\x03\x00",
+            1 => b"RFDT\x04\x00\x01\x00",
+            2 => b"RFDT\x04\x00\x02\x00",
+            _ => b"RFCT\x04\x00",
         };
         decodes_canonically_or_not_at_all([header, &bytes].concat());
     }
@@ -140,7 +140,7 @@ fn small_frame() -> (FrameHead, Vec<TokenId>) {
 fn the_layouts_are_the_documented_ones() {
     let (head, ids) = small_frame();
     let bytes = encode_frame(&head, &ids, &[0xee, 0xff]).unwrap();
-    let mut expected = b"RFDT\x03\x00\x01\x00\x08\x07\x06\x05\x04\x03\x02\x01\x09\0\0\0\0\0\0\0".to_vec();
+    let mut expected = b"RFDT\x04\x00\x01\x00\x08\x07\x06\x05\x04\x03\x02\x01\x09\0\0\0\0\0\0\0".to_vec();
     for number in [10_u32, 11, 12, 13, 14, 2, 2, 15, 0xaabb] {
         expected.extend(number.to_le_bytes());
     }
@@ -157,7 +157,7 @@ fn the_layouts_are_the_documented_ones() {
         answers: vec![Answer { token: TokenId(5), scores: None }, Answer { token: TokenId(6), scores }],
         draft: Some(DraftBlock { tokens: vec![TokenId(7)], confidence: vec![2.0] }),
     };
-    let mut expected = b"RFDT\x03\x00\x02\x00\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
+    let mut expected = b"RFDT\x04\x00\x02\x00\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
     for number in [3_u32, 4, 2, 2, 1, 5, 0, 6] {
         expected.extend(number.to_le_bytes());
     }
@@ -232,10 +232,10 @@ fn another_version_is_readable_whatever_follows_it() {
     for rest in [&[][..], &[0xff; 40][..]] {
         let error = decode_control(&[&bytes, rest].concat()).unwrap_err();
         assert_eq!(error, DecodeError::Version { ours: PROTOCOL_VERSION, theirs });
-        assert_eq!(error.to_string(), "peer speaks protocol 4, this program speaks 3: this program must be upgraded");
+        assert_eq!(error.to_string(), "peer speaks protocol 5, this program speaks 4: this program must be upgraded");
     }
     let old = decode_control(b"RFCT\0\0").unwrap_err();
-    assert_eq!(old.to_string(), "peer speaks protocol 0, this program speaks 3: the peer must be upgraded");
+    assert_eq!(old.to_string(), "peer speaks protocol 0, this program speaks 4: the peer must be upgraded");
     assert!(matches!(decode_control(b"GET / HTTP/1.1"), Err(DecodeError::Magic { .. })));
     assert!(matches!(decode_control(b"RFC"), Err(DecodeError::Short { .. })));
 }
@@ -279,7 +279,7 @@ fn fields_out_of_range_are_refused_on_both_sides() {
         let control = Control::Open(open);
         let error = encode_control(&control).unwrap_err().to_string();
         assert_eq!(error, format!("control message cannot be written: {message}"));
-        let mut bytes = b"RFCT\x03\x00".to_vec();
+        let mut bytes = b"RFCT\x04\x00".to_vec();
         bytes.extend(postcard::to_stdvec(&control).unwrap());
         assert_eq!(decode_control(&bytes).unwrap_err().to_string(), message);
     }
@@ -298,6 +298,7 @@ fn a_layer_range_that_holds_nothing_does_not_parse() {
         pid: 0,
         view: View(0),
         spare: false,
+        shadow: false,
     });
     let mut bytes = encode_control(&offer).unwrap().to_vec();
     // Behind the header and the variant's number come lo and hi, one byte each.

@@ -16,11 +16,12 @@ use crate::rig::{Rig, engine, prompt, ranges, request, tiny};
 const PROMPT: usize = 60;
 const READ_FIRST: usize = 9;
 
-/// Counts positions, and falsifies what it puts out at one of them.
-struct Watched {
-    inner: Box<dyn Engine>,
-    positions: Arc<AtomicU64>,
-    false_at: Option<Position>,
+/// Counts positions, and falsifies what it puts out at one of them, so many times.
+pub(crate) struct Watched {
+    pub(crate) inner: Box<dyn Engine>,
+    pub(crate) positions: Arc<AtomicU64>,
+    pub(crate) false_at: Option<Position>,
+    pub(crate) lies: u32,
 }
 
 impl Engine for Watched {
@@ -42,16 +43,19 @@ impl Engine for Watched {
         let row = facts.hc * facts.dim;
         for chunk in chunks {
             self.positions.fetch_add(chunk.ids.len() as u64, Ordering::Relaxed);
-            let Some(at) = self.false_at.and_then(|at| at.0.checked_sub(chunk.pos.0)) else { continue };
+            let lies = self.false_at.filter(|_| self.lies > 0);
+            let Some(at) = lies.and_then(|at| at.0.checked_sub(chunk.pos.0)) else { continue };
             if facts.is_tail() {
                 let first = chunk.logits_from.0.saturating_sub(chunk.pos.0);
                 let row = at.checked_sub(first).map(|at| at as usize * facts.vocab);
                 if let Some(logit) = row.and_then(|row| out.logits.get_mut(row..row + facts.vocab)) {
                     logit.fill(0.0);
                     logit[7] = 1.0;
+                    self.lies -= 1;
                 }
             } else if let Some(value) = out.hidden.get_mut(at as usize * row) {
                 *value = bf16::from_f32(value.to_f32() * 2.0 + 1.0);
+                self.lies -= 1;
             }
         }
         Ok(())
@@ -66,7 +70,7 @@ impl Engine for Watched {
     }
 }
 
-fn healed(rig: &Rig) -> HealStatus {
+pub(crate) fn healed(rig: &Rig) -> HealStatus {
     let heals = rig.coordinator.status().heals;
     assert_eq!(heals.len(), 1, "{heals:?}");
     heals.into_iter().next().unwrap()
@@ -80,7 +84,7 @@ async fn again(lost: usize, spares: &str) -> (u64, Vec<u64>) {
     let at = AtomicU64::new(0);
     let mut rig = Rig::wrapped(&cut, patient(), &|inner| {
         let positions = Arc::clone(&counts[at.fetch_add(1, Ordering::Relaxed) as usize]);
-        Box::new(Watched { inner: Box::new(inner), positions, false_at: None })
+        Box::new(Watched { inner: Box::new(inner), positions, false_at: None, lies: u32::MAX })
     })
     .await;
     let asked = request(&prompt(PROMPT), NEW, Mode::Plain);
@@ -142,7 +146,7 @@ async fn refused(lost: usize, said: &str) {
     let mut rig = Rig::new(&cut, patient()).await;
     let false_at = Some(Position(PROMPT as u32 + 4));
     let inner = Box::new(engine(&tiny(), cut[lost]));
-    rig.add_with(Box::new(Watched { inner, positions: Arc::default(), false_at }));
+    rig.add_with(Box::new(Watched { inner, positions: Arc::default(), false_at, lies: u32::MAX }));
     rig.members(4).await;
     let mut job = rig.coordinator.submit(request(&prompt(PROMPT), 900, Mode::Pipelined)).unwrap();
     read(&mut job, READ_FIRST + 4).await;

@@ -68,6 +68,17 @@ pub(crate) fn start_stage(
     network: &MemoryNetwork,
     coordinator: Node,
     dial: Option<Multiaddr>,
+    made: (Box<dyn Engine>, JournalConfig),
+    digest: [u8; 32],
+) -> Stage {
+    start_waiting(network, coordinator, (dial, false), made, digest)
+}
+
+/// The same, as a spare that shadows if `shadow`.
+fn start_waiting(
+    network: &MemoryNetwork,
+    coordinator: Node,
+    (dial, shadow): (Option<Multiaddr>, bool),
     (engine, journal): (Box<dyn Engine>, JournalConfig),
     digest: [u8; 32],
 ) -> Stage {
@@ -83,7 +94,8 @@ pub(crate) fn start_stage(
         encodings: vec![WireEncoding::Fp8, WireEncoding::Bf16],
         announce: Vec::new(),
         dial_scope: Scope::Public,
-        spare: false,
+        spare: shadow,
+        shadow,
         journal,
         heartbeat: HEARTBEAT,
         dead_after: DEAD_AFTER,
@@ -244,6 +256,19 @@ impl Rig {
         let made = (engine, JournalConfig::default());
         let stage = start_stage(&self.network, self.coordinator_peer, dial, made, tiny().digest());
         self.stages.push(stage);
+    }
+
+    /// Adds a shadow with this engine, which dials in, and waits until it has its place.
+    pub(crate) async fn add_shadow(&mut self, engine: Box<dyn Engine>) {
+        let dial = Some(self.coordinator_address.clone());
+        let made = (engine, JournalConfig::default());
+        let stage = start_waiting(&self.network, self.coordinator_peer, (dial, true), made, tiny().digest());
+        let name = stage.peer.to_string();
+        self.stages.push(stage);
+        let shadows = |rig: &Self| {
+            rig.coordinator.status().members.iter().any(|member| member.peer == name && member.shadow_of.is_some())
+        };
+        self.until("it shadows a stage", shadows).await;
     }
 
     /// Waits until so many stages have offered themselves.

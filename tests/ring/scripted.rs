@@ -14,13 +14,13 @@ use crate::equal::reference;
 use crate::rig::{Rig, greedy, prompt, quick, ranges, request, shared, tiny, warm};
 
 /// An engine whose drafts are a script over the true stream.
-struct Scripted {
-    inner: CpuEngine,
-    facts: EngineFacts,
+pub(crate) struct Scripted {
+    pub(crate) inner: CpuEngine,
+    pub(crate) facts: EngineFacts,
     /// The true token at each position.
-    truth: Arc<BTreeMap<u32, TokenId>>,
+    pub(crate) truth: Arc<BTreeMap<u32, TokenId>>,
     /// Of the drafts at a position, how many are right before the first wrong one.
-    right: fn(u32) -> u32,
+    pub(crate) right: fn(u32) -> u32,
 }
 
 impl Engine for Scripted {

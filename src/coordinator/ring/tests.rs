@@ -16,6 +16,7 @@ fn offer(range: &str, view: u64) -> Offer {
         pid: 1,
         view: View(view),
         spare: false,
+        shadow: false,
     }
 }
 
@@ -33,7 +34,11 @@ fn joins(outputs: &[Output]) -> Vec<(Node, View, Option<Node>, Option<Node>)> {
                 join.predecessor.as_ref().map(|neighbour| neighbour.peer),
                 join.successor.as_ref().map(|neighbour| neighbour.peer),
             )),
-            Output::Send { .. } | Output::Broken { .. } | Output::Whole { .. } | Output::Waiting { .. } => None,
+            Output::Send { .. }
+            | Output::Shadow { .. }
+            | Output::Broken { .. }
+            | Output::Whole { .. }
+            | Output::Waiting { .. } => None,
         })
         .collect()
 }
@@ -42,7 +47,7 @@ fn joins(outputs: &[Output]) -> Vec<(Node, View, Option<Node>, Option<Node>)> {
 fn a_ring_is_whole_when_every_member_has_joined() {
     let now = clock::now();
     let (a, b) = (Node::random(), Node::random());
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 0:7 are missing: start a stage for each".into() }]);
     ring.handle_offer(a, offer("0:3", 4), now);
     assert_eq!(drain(&mut ring), [Output::Waiting { why: "layers 3:7 are missing: start a stage for each".into() }]);
@@ -60,7 +65,7 @@ fn a_ring_is_whole_when_every_member_has_joined() {
 fn a_lost_member_breaks_the_ring_and_its_return_makes_a_new_view() {
     let now = clock::now();
     let (a, b) = (Node::random(), Node::random());
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(a, offer("0:3", 0), now);
     ring.handle_offer(b, offer("3:7", 0), now);
     ring.handle_joined(a, View(1));
@@ -79,7 +84,7 @@ fn a_lost_member_breaks_the_ring_and_its_return_makes_a_new_view() {
 fn a_join_that_fails_is_tried_again_in_a_new_view() {
     let now = clock::now();
     let a = Node::random();
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(a, offer("0:7", 0), now);
     drain(&mut ring);
     ring.handle_join_refused(a, View(1), View(1), "its successor can't be reached", now);
@@ -92,7 +97,7 @@ fn a_join_that_fails_is_tried_again_in_a_new_view() {
 fn a_hop_that_can_not_be_made_is_gone_round() {
     let now = clock::now();
     let (head, tail, spares) = (Node::random(), Node::random(), [Node::random(), Node::random()]);
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(head, offer("0:3", 0), now);
     ring.handle_offer(tail, offer("3:7", 0), now);
     for (spare, range) in spares.into_iter().zip(["0:3", "3:7"]) {
@@ -119,7 +124,7 @@ fn a_hop_that_can_not_be_made_is_gone_round() {
 fn stages_that_all_failed_once_take_turns() {
     let now = clock::now();
     let (head, stage, other) = (Node::random(), Node::random(), Node::random());
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(head, offer("0:3", 0), now);
     ring.handle_offer(stage, offer("3:7", 0), now);
     ring.handle_offer(other, Offer { spare: true, ..offer("3:7", 0) }, now);
@@ -140,7 +145,7 @@ fn stages_that_all_failed_once_take_turns() {
 fn a_coordinator_refused_for_an_older_view_stops_serving() {
     let now = clock::now();
     let a = Node::random();
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(a, offer("0:7", 0), now);
     ring.handle_joined(a, View(1));
     drain(&mut ring);
@@ -158,7 +163,7 @@ fn a_view_that_an_offer_tells_of_is_not_its_own() {
     for offer_first in [true, false] {
         let now = clock::now();
         let (head, tail) = (Node::random(), Node::random());
-        let mut ring = Ring::new(7);
+        let mut ring = Ring::new(Node::random(), 7);
         ring.handle_offer(head, offer("0:4", 0), now);
         ring.handle_offer(tail, offer("4:7", 0), now);
         ring.handle_joined(head, View(1));
@@ -176,7 +181,7 @@ fn a_view_that_an_offer_tells_of_is_not_its_own() {
 /// What the members of two rings of three do to a ring that stands.
 fn three() -> (Ring, [Node; 3], Node, Instant) {
     let (now, nodes, spare) = (clock::now(), [Node::random(), Node::random(), Node::random()], Node::random());
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     for (peer, range) in nodes.iter().zip(["0:3", "3:5", "5:7"]) {
         ring.handle_offer(*peer, offer(range, 0), now);
     }
@@ -229,7 +234,7 @@ fn a_join_that_hangs_takes_the_spare_the_next_time() {
 fn a_late_refusal_is_not_heard() {
     let now = clock::now();
     let (head, tail) = (Node::random(), Node::random());
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(head, offer("0:4", 0), now);
     ring.handle_offer(tail, offer("4:7", 0), now);
     ring.handle_gone(tail, "no sign of life", now);
@@ -244,7 +249,7 @@ fn a_spare_takes_no_place_for_being_the_first() {
     let now = clock::now();
     let (spare, stage) = (Node::random(), Node::random());
     let waiting = || Offer { spare: true, ..offer("0:7", 0) };
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(spare, waiting(), now);
     assert_eq!(joins(&drain(&mut ring)), []);
     ring.handle_offer(stage, offer("0:7", 0), now);
@@ -252,7 +257,7 @@ fn a_spare_takes_no_place_for_being_the_first() {
     ring.handle_joined(stage, View(1));
     ring.handle_gone(stage, "reset", now);
     assert_eq!(joins(&drain(&mut ring)), [(spare, View(2), None, None)], "a heal waits for nobody");
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(spare, waiting(), now);
     ring.handle_timeout(ring.poll_timeout().unwrap());
     assert_eq!(joins(&drain(&mut ring)), [(spare, View(1), None, None)], "nobody else came");
@@ -262,9 +267,68 @@ fn a_spare_takes_no_place_for_being_the_first() {
 fn a_member_that_does_not_join_is_named() {
     let now = clock::now();
     let a = Node::random();
-    let mut ring = Ring::new(7);
+    let mut ring = Ring::new(Node::random(), 7);
     ring.handle_offer(a, offer("0:7", 0), now);
     let at = ring.poll_timeout().unwrap();
     ring.handle_timeout(at);
     assert!(ring.missing().unwrap().contains(&a.to_string()));
+}
+
+/// Who is told to shadow behind whom, and who is told to send copies to whom.
+type Pairing = (Vec<(Node, Option<Node>)>, Vec<(Node, Option<Node>)>);
+
+fn pairing(outputs: &[Output]) -> Pairing {
+    let (mut shadows, mut copies) = (Vec::new(), Vec::new());
+    for output in outputs {
+        match output {
+            Output::Send { to, message: Control::Shadow { source, .. } } => shadows.push((*to, *source)),
+            Output::Send { to, message: Control::Copy { to: shadow, .. } } => {
+                copies.push((*to, shadow.as_ref().map(|shadow| shadow.peer)));
+            }
+            Output::Send { .. }
+            | Output::Broken { .. }
+            | Output::Shadow { .. }
+            | Output::Whole { .. }
+            | Output::Waiting { .. } => {}
+        }
+    }
+    (shadows, copies)
+}
+
+#[test]
+fn shadows_come_and_go_without_a_new_view() {
+    let now = clock::now();
+    let shadow = |range| Offer { spare: true, shadow: true, ..offer(range, 0) };
+    let (head, tail, local) = (Node::random(), Node::random(), Node::random());
+    let mut waiting = [Node::random(), Node::random()];
+    waiting.sort();
+    let [first, second] = waiting;
+    let mut ring = Ring::new(local, 7);
+    ring.handle_offer(second, shadow("3:7"), now);
+    ring.handle_offer(head, offer("0:3", 0), now);
+    ring.handle_offer(tail, offer("3:7", 0), now);
+    ring.handle_joined(head, View(1));
+    drain(&mut ring);
+    ring.handle_joined(tail, View(1));
+    let outputs = drain(&mut ring);
+    assert_eq!(pairing(&outputs), (vec![(second, Some(head))], vec![(head, Some(second))]));
+    assert_eq!(outputs.last(), Some(&Output::Whole { view: View(1) }), "sessions begin when shadows are known");
+    ring.handle_offer(first, shadow("3:7"), now);
+    assert_eq!(drain(&mut ring), [], "the pair holds");
+    ring.handle_gone(second, "reset", now);
+    assert_eq!(pairing(&drain(&mut ring)), (vec![(first, Some(head))], vec![(head, Some(first))]));
+    ring.handle_draining(first);
+    assert_eq!(pairing(&drain(&mut ring)), (vec![(first, None)], vec![(head, None)]));
+    let heads = Node::random();
+    ring.handle_offer(heads, shadow("0:3"), now);
+    assert_eq!(pairing(&drain(&mut ring)), (vec![(heads, Some(local))], vec![]), "the coordinator is in front");
+    assert_eq!(
+        (ring.shadow_of(heads), ring.shadowed_by(head), ring.shadowed_by(tail)),
+        (Some(head), Some(heads), None)
+    );
+    assert_eq!(ring.view(), View(1));
+    ring.handle_gone(head, "reset", now);
+    assert_eq!(ring.shadow_of(heads), None, "no ring is whole");
+    let joined = joins(&drain(&mut ring));
+    assert_eq!(joined.iter().map(|(peer, ..)| *peer).collect::<Vec<_>>(), [heads, tail]);
 }

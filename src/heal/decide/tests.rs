@@ -30,6 +30,7 @@ impl Case {
             failed: 0,
             incumbent: !spare,
             spare,
+            shadow: false,
         };
         let mut candidates: Vec<Candidate> = ring.iter().map(|(peer, range)| candidate(*peer, *range, false)).collect();
         if spares {

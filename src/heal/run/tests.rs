@@ -39,7 +39,8 @@ fn kept(next: u32) -> Option<Kept> {
         next: Position(next),
         ids: ids_digest(&tokens(next)),
         journal: (Position(0), Position(next)),
-        inputs: Digests { from: Position(from), list: (from..next).map(digest).collect() },
+        inputs: outputs(from, next),
+        outputs: outputs(from, next),
     })
 }
 
@@ -57,7 +58,10 @@ fn effects(run: &mut Run) -> String {
             }
             Output::Send { head, ids } => format!("head: {}..{} {:?}", head.pos, head.pos.plus(head.len), ids[0].0),
             Output::Done { from } => format!("done, asks from {from}"),
-            other @ (Output::Tell { .. } | Output::Differs { .. } | Output::Stuck { .. }) => format!("{other:?}"),
+            other @ (Output::Tell { .. }
+            | Output::Distrusted { .. }
+            | Output::Differs { .. }
+            | Output::Stuck { .. }) => format!("{other:?}"),
         };
         lines.push_str(&line);
         lines.push('\n');
@@ -135,6 +139,65 @@ fn results_that_differ_from_what_was_received_end_it() {
     run.handle_rebuilt(1, Position(20), wrong, now);
     assert_eq!(run.poll_output(), Some(Output::Differs { stage: 1, at: Position(18) }));
     assert_eq!((run.poll_output(), run.poll_timeout()), (None, None));
+}
+
+#[test]
+fn a_state_whose_results_differ_from_what_was_received_is_made_anew() {
+    let (mut run, now) = run(3, 21);
+    let mut false_one = kept(19).unwrap();
+    false_one.outputs.list[2] = [0; 32];
+    for (stage, kept) in [(0, kept(21)), (1, Some(false_one)), (2, kept(21))] {
+        run.handle_opened(stage, kept, now);
+    }
+    assert_eq!(run.poll_output(), Some(Output::Distrusted { stage: 1, at: Position(15) }));
+    let mut said = effects(&mut run);
+    prepare(&mut run, now);
+    said.push_str(&effects(&mut run));
+    run.handle_rebuilt(1, Position(20), outputs(8, 20), now);
+    said.push_str(&effects(&mut run));
+    expect![[r#"
+        0: from 20, forwards from 20, history 20
+        1: from 0, forwards from 20, history 20
+        2: from 20, forwards from 20, history 20
+        0: replays 0..20, answers from 9
+        done, asks from 20
+    "#]]
+    .assert_eq(&said);
+}
+
+#[test]
+fn a_stage_that_shadowed_is_fed_what_it_lacks() {
+    let (mut run, now) = run(3, 21);
+    for (stage, kept) in [(0, kept(21)), (1, kept(17)), (2, kept(21))] {
+        run.handle_opened(stage, kept, now);
+    }
+    let mut said = effects(&mut run);
+    prepare(&mut run, now);
+    said.push_str(&effects(&mut run));
+    run.handle_rebuilt(1, Position(20), outputs(17, 20), now);
+    said.push_str(&effects(&mut run));
+    expect![[r#"
+        0: from 20, forwards from 20, history 20
+        1: from 17, forwards from 20, history 20
+        2: from 20, forwards from 20, history 20
+        0: replays 17..20, answers from 9
+        done, asks from 20
+    "#]]
+    .assert_eq(&said);
+}
+
+#[test]
+fn what_a_stage_took_in_of_a_dead_speculation_is_compared_with_nothing() {
+    let (mut run, now) = run(2, 21);
+    // It had position 18 from a speculation that was re-opened there, and has not computed it again.
+    let mut behind = kept(18).unwrap();
+    behind.inputs.list.extend([[1; 32], [2; 32], [3; 32]]);
+    run.handle_opened(0, kept(21), now);
+    run.handle_opened(1, Some(behind), now);
+    prepare(&mut run, now);
+    effects(&mut run);
+    run.handle_rebuilt(1, Position(20), Digests::default(), now);
+    assert_eq!(run.poll_output(), Some(Output::Done { from: Position(20) }));
 }
 
 #[test]

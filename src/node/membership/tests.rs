@@ -39,7 +39,8 @@ fn a_join_is_done_when_the_successor_has_answered() {
     membership.handle_ack(successor, 3);
     assert_eq!(drain(&mut membership), [], "only the successor's answer to this view's heartbeat counts");
     membership.handle_ack(successor, join_seq(View(3)));
-    let route = Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor) };
+    let route =
+        Route { view: View(3), coordinator, predecessor: coordinator, successor: Some(successor), shadows: false };
     let joined = Output::Send { to: coordinator, message: Control::Joined { view: View(3) } };
     assert_eq!(drain(&mut membership), [Output::Route(Some(route)), joined]);
     assert!(membership.accepts(coordinator, View(3)));
@@ -273,4 +274,69 @@ fn a_coordinator_whose_place_was_taken_gets_no_offer_while_the_other_leads() {
     membership.handle_gone(second, "silent", false, now());
     membership.handle_greeted(first, Role::Coordinator, now());
     assert_eq!(drain(&mut membership), [Output::Route(None), Output::Offer { to: first }]);
+}
+
+#[test]
+fn a_shadow_takes_copies_in_the_view_and_its_losses_are_nobodys_to_know() {
+    let (coordinator, source) = (Node::random(), Node::random());
+    let mut membership = obeying(coordinator);
+    membership.handle_shadow(Node::random(), View(3), Some(source));
+    assert_eq!(drain(&mut membership), [], "nobody else's");
+    membership.handle_shadow(coordinator, View(3), Some(source));
+    let route = Route { view: View(3), coordinator, predecessor: source, successor: None, shadows: true };
+    assert_eq!(drain(&mut membership), [Output::Route(None), Output::Route(Some(route))]);
+    assert!(membership.accepts(source, View(3)) && !membership.accepts(coordinator, View(3)));
+    membership.handle_greeted(source, Role::Stage, now());
+    assert_eq!(drain(&mut membership), [Output::Ask]);
+    membership.handle_gone(source, "reset", false, now());
+    assert_eq!((drain(&mut membership), membership.poll_timeout()), (vec![], None));
+    membership.handle_join(coordinator, &join(4, None), now());
+    let outputs = drain(&mut membership);
+    assert!(matches!(&outputs[..], [Output::Route(None), Output::Route(Some(_)), Output::Send { .. }]), "{outputs:?}");
+    membership.handle_shadow(coordinator, View(4), Some(source));
+    assert_eq!(drain(&mut membership), [], "a member is no shadow");
+    membership.handle_shadow(Node::random(), View(5), Some(source));
+    assert_eq!(drain(&mut membership), [], "nor for another coordinator");
+    membership.handle_shadow(coordinator, View(5), Some(source));
+    let route = Route { view: View(5), ..route };
+    let expected = [Output::Route(None), Output::Route(Some(route))];
+    assert_eq!(drain(&mut membership), expected, "in a later view it is no member");
+}
+
+#[test]
+fn a_shadow_that_is_not_wanted_is_outside_again() {
+    let coordinator = Node::random();
+    let mut membership = obeying(coordinator);
+    membership.handle_shadow(coordinator, View(3), Some(coordinator));
+    drain(&mut membership);
+    membership.handle_shadow(coordinator, View(4), None);
+    assert_eq!((drain(&mut membership), membership.route()), (vec![Output::Route(None)], None));
+}
+
+#[test]
+fn a_member_dials_the_shadow_behind_it_until_it_is_there() {
+    let (coordinator, shadow, t0) = (Node::random(), Node::random(), now());
+    let mut membership = obeying(coordinator);
+    membership.handle_join(coordinator, &join(3, None), t0);
+    drain(&mut membership);
+    let to = || Some(Neighbour { peer: shadow, addresses: vec!["/memory/9".to_owned()] });
+    membership.handle_copy(coordinator, View(2), to(), t0);
+    assert_eq!(drain(&mut membership), [], "of another view");
+    membership.handle_copy(coordinator, View(3), to(), t0);
+    let dial = Output::Dial { peer: shadow, addresses: vec!["/memory/9".to_owned()] };
+    assert_eq!(drain(&mut membership), [Output::Copy(Some(shadow)), dial.clone()]);
+    membership.handle_dial_failed(shadow, "nobody listens", t0);
+    let at = membership.poll_timeout().unwrap();
+    assert!(at > t0);
+    membership.handle_timeout(at);
+    assert_eq!(drain(&mut membership), std::slice::from_ref(&dial));
+    membership.handle_greeted(shadow, Role::Stage, at);
+    assert!(membership.copies_to(shadow, View(3)) && !membership.copies_to(shadow, View(2)));
+    membership.handle_gone(shadow, "reset", false, at);
+    let at = membership.poll_timeout().unwrap();
+    membership.handle_timeout(at);
+    assert_eq!(drain(&mut membership), [dial], "and nobody is told");
+    membership.handle_copy(coordinator, View(3), None, at);
+    assert_eq!(drain(&mut membership), [Output::Copy(None)]);
+    assert!(!membership.copies_to(shadow, View(3)));
 }

@@ -94,7 +94,7 @@ mod tests {
 
     fn route(successor: Option<Node>) -> Route {
         let coordinator = Node::random();
-        Route { view: View(3), coordinator, predecessor: coordinator, successor }
+        Route { view: View(3), coordinator, predecessor: coordinator, successor, shadows: false }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 
+use crate::heal::run::CHECKED_POSITIONS;
 use crate::ids::{Epoch, Position, SessionId};
 use crate::node::journal::Recent;
 use crate::node::journal::digest::{encoding_tag, position_digest};
@@ -22,7 +23,7 @@ use crate::proto::frame::FrameHead;
 const REPLAY_CHUNK: u32 = 64;
 
 /// Inputs that are remembered besides those that may be taken back: as many can be compared.
-const RECENT_MORE: u32 = crate::heal::run::CHECKED_POSITIONS;
+const RECENT_MORE: u32 = CHECKED_POSITIONS;
 
 /// A session that was opened again and waits for the coordinator's word.
 pub(super) struct Waiting {
@@ -49,6 +50,7 @@ impl Worker {
     /// Frees what is left of a session.
     pub(super) fn forget(&mut self, id: SessionId) {
         self.shelf.take(id);
+        self.shadowing.remove(id);
         self.desk.engine.close(id);
         self.journals.close(id);
     }
@@ -83,19 +85,25 @@ impl Worker {
             self.forget(id);
             self.make_room()?;
         }
-        let kept = shelved.as_ref().map(|shelved| {
-            let next = shelved.next().min(Position(open.prompt_len));
-            let journal = self.journals.span(id);
-            let (from, list) = shelved.recent.digests();
-            let beyond = list.len().saturating_sub(codec::DIGESTS_MAX);
-            let from = from.plus(u32::try_from(beyond).unwrap_or(u32::MAX));
-            let inputs = Digests { from, list: list[beyond..].to_vec() };
-            let ids = ids_digest(&shelved.ids[..next.0 as usize]);
-            Box::new(Kept { next, ids, journal: (journal.start, journal.end), inputs })
-        });
+        let kept = shelved.as_ref().map(|shelved| Box::new(self.kept(id, shelved, open.prompt_len)));
         self.waiting.insert(id, Waiting { open, shelved });
         self.tell(Control::Opened { view: route.view, session: id, kept });
         Ok(())
+    }
+
+    /// What is there of a session whose history has `history` tokens.
+    fn kept(&mut self, id: SessionId, shelved: &Shelved, history: u32) -> Kept {
+        let next = shelved.next().min(Position(history));
+        let journal = self.journals.span(id);
+        let (from, list) = shelved.recent.digests();
+        let beyond = list.len().saturating_sub(codec::DIGESTS_MAX);
+        let from = from.plus(u32::try_from(beyond).unwrap_or(u32::MAX));
+        let inputs = Digests { from, list: list[beyond..].to_vec() };
+        let ids = ids_digest(&shelved.ids[..next.0 as usize]);
+        let first = Position(next.0.saturating_sub(CHECKED_POSITIONS)).max(journal.start);
+        // A journal that can't be read is found out when it is needed.
+        let list = self.journals.digests(id, first, next.min(journal.end)).unwrap_or_default();
+        Kept { next, ids, journal: (journal.start, journal.end), inputs, outputs: Digests { from: first, list } }
     }
 
     /// The coordinator says from where on a session goes on.
@@ -128,7 +136,7 @@ impl Worker {
             self.journals.open(open.session, out.position_bytes(facts.hc, facts.dim), encoding_tag(out));
         }
         let recent = Recent::new(open.reach.saturating_add(RECENT_MORE), encoding_tag(at(facts.range.lo())));
-        Ok(Shelved { shape, ids: Vec::new(), recent })
+        Ok(Shelved { shape, final_to: Position(0), ids: Vec::new(), recent })
     }
 
     /// Sends results of the journal to the next stage again.

@@ -13,6 +13,8 @@ const KEPT_FOR: Duration = Duration::from_secs(180);
 /// What a stage has of a session besides the engine's state and the journal.
 pub(crate) struct Shelved {
     pub(crate) shape: SessionShape,
+    /// Positions below are final, the others may be of a speculation that came to nothing.
+    pub(crate) final_to: Position,
     /// Token ids of the positions in the state, from 0.
     pub(crate) ids: Vec<TokenId>,
     /// The last inputs.

@@ -1,5 +1,7 @@
 //! What the coordinator says to a worker, in any order.
 
+mod shadow;
+
 use super::*;
 use crate::clock;
 use crate::ids::{View, WireEncoding};
@@ -20,7 +22,7 @@ fn worker() -> Worker {
 
 fn route(view: View) -> Route {
     let coordinator = Node::random();
-    Route { view, coordinator, predecessor: coordinator, successor: Some(Node::random()) }
+    Route { view, coordinator, predecessor: coordinator, successor: Some(Node::random()), shadows: false }
 }
 
 fn open(session: u64, view: View, resumes: bool) -> Input {

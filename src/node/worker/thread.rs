@@ -78,9 +78,11 @@ impl Driver {
             self.worker.handle_timeout(clock::now());
             self.tell();
             self.send_on();
+            // One at a time, so that no result waits behind them.
+            let copied = self.copy();
             let goes_on = match self.worker.poll_work() {
                 Some(pass) => self.pass(&pass),
-                None => self.wait(),
+                None => copied || self.wait(),
             };
             if !goes_on {
                 return;
@@ -139,7 +141,7 @@ impl Driver {
     fn tell(&mut self) {
         while let Some(tell) = self.worker.poll_tell() {
             if let Err(error) = self.send(tell.to, Lane::Control, tell.body) {
-                tracing::warn!(%error, "the coordinator can't be told");
+                tracing::warn!(%error, "a peer can't be told");
             }
         }
     }
@@ -150,6 +152,14 @@ impl Driver {
             self.worker.handle_sent(sent, clock::now());
             self.tell();
         }
+    }
+
+    /// Sends a copy to a shadow, if there is one and room for it at once.
+    fn copy(&mut self) -> bool {
+        let Some(copy) = self.worker.poll_copy() else { return false };
+        let sent = self.link.try_send(copy.to, copy.lane, copy.body);
+        self.worker.handle_copied(sent.is_ok());
+        true
     }
 
     /// Sends, waiting for room in the queue only where it is full.

@@ -102,11 +102,18 @@ fn check(message: &Control) -> Result<(), DecodeError> {
         Control::Join(join) => check_join(join),
         Control::Open(open) => check_open(open),
         Control::Report { report, .. } => check_report(report),
-        Control::Opened { kept: Some(kept), .. } => count("kept.inputs", kept.inputs.list.len(), DIGESTS_MAX),
+        Control::Opened { kept: Some(kept), .. } => {
+            count("kept.inputs", kept.inputs.list.len(), DIGESTS_MAX)?;
+            count("kept.outputs", kept.outputs.list.len(), DIGESTS_MAX)
+        }
         Control::Rebuilt { outputs, .. } => count("rebuilt.outputs", outputs.list.len(), DIGESTS_MAX),
         Control::Rebuild { rebuild, .. } => check_rebuild(rebuild),
         Control::Replay { from, to, .. } => in_range("replay.to", to, from < to, "above replay.from"),
+        Control::Copy { to: Some(to), .. } => addresses("copy.addresses", &to.addresses),
         Control::Joined { .. }
+        | Control::Shadow { .. }
+        | Control::Copy { to: None, .. }
+        | Control::Shadowed { .. }
         | Control::Opened { kept: None, .. }
         | Control::Close { .. }
         | Control::Closed { .. }
