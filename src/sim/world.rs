@@ -179,6 +179,7 @@ impl World {
             self.strike_by_step()?;
             self.look_at_sent()?;
             self.look_at_end()?;
+            self.wait_for_leaks();
         }
         self.look_at_leaks()?;
         let told: usize = self.clients.iter().map(|client| client.told.len()).sum();

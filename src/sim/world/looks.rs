@@ -15,6 +15,9 @@ use crate::transport::{Lane, SEND_QUEUE_MAX};
 /// How long sessions may take to end once every fault has.
 const FINISH: Duration = Duration::from_secs(120);
 
+/// How long before the end it is seen whether something is left.
+const LOOK: Duration = Duration::from_millis(500);
+
 impl World {
     /// Looks at what was sent since the last event.
     pub(super) fn look_at_sent(&mut self) -> Result<(), Broken> {
@@ -67,8 +70,17 @@ impl World {
         Ok(())
     }
 
+    /// A coordinator that was started at the end may not know that a session had ended, for the record of it
+    /// was torn, and bring it to its end again: as long as any session may take.
+    pub(super) fn wait_for_leaks(&mut self) {
+        let due = self.over_at.is_some_and(|over| self.now + LOOK >= over);
+        if due && self.now < self.calm_at + FINISH && self.look_at_leaks().is_err() {
+            self.over_at = Some(self.now + 2 * LOOK);
+        }
+    }
+
     /// When every session has ended and a while went by, nothing is left of them.
-    pub(super) fn look_at_leaks(&mut self) -> Result<(), Broken> {
+    pub(super) fn look_at_leaks(&self) -> Result<(), Broken> {
         let logged = self.disk.is_some();
         for (host, process) in &self.processes {
             match process {
