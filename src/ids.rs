@@ -1,12 +1,16 @@
-//! Names of processes, and the numbers that travel: those of the engine, and [`Node`].
+//! Names of processes, and the numbers that travel: those of the engine, [`Node`] and the bound of views.
 //!
-//! Owns the identity of nodes; the rest is [`ringfence_engine::ids`].
+//! Owns the identity of nodes and [`VIEW_MAX`]; the rest is [`ringfence_engine::ids`].
 
 use std::fmt;
 
 use libp2p::PeerId;
 pub use ringfence_engine::ids::*;
 use serde::{Deserialize, Serialize};
+
+/// The highest view. What is derived of a view has room: session ids of a log begin at view · 2^32, the
+/// question that completes a join is 2^63 + view.
+pub const VIEW_MAX: View = View((1 << 31) - 1);
 
 /// A process: its key, and the number that it drew when it started.
 ///

@@ -245,7 +245,7 @@ impl Shell {
 
     /// Everything that the next file must say.
     fn whole_state(&self) -> (Vec<Entry>, Manifest) {
-        let view = self.log.view_queued.max(self.ring.view());
+        let view = self.log.view_queued;
         let mut manifest = Manifest { view: Some(view), replaces: Some(self.log.queue.len()), ..Manifest::default() };
         let mut entries = vec![Entry::View(view)];
         for (id, session) in self.sessions.iter().filter(|(_, session)| session.durable != Durable::Unlogged) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::heal::decide::{Decision, Evidence, Lost, Next, Policy, RingView, decide};
 use crate::heal::tiling::{Candidate, plan};
-use crate::ids::{LayerRange, Node, View};
+use crate::ids::{LayerRange, Node, VIEW_MAX, View};
 use crate::proto::control::{Control, Join, Neighbour, Offer, StageReport};
 
 /// How long the members of a view may take to connect to each other.
@@ -475,7 +475,12 @@ impl Ring {
     }
 
     fn join(&mut self, ring: Vec<Node>, now: Instant) {
-        self.view = View(self.view.0 + 1);
+        let Some(next) = self.view.0.checked_add(1).map(View).filter(|next| *next <= VIEW_MAX) else {
+            let why = format!("a stage or the log says view {}, and none is left above it", self.view);
+            return self
+                .wait(format!("{why}: start the coordinator and every stage again, with a new log folder"), None);
+        };
+        self.view = next;
         self.asked = Some(self.view);
         self.incumbents = ring.iter().copied().collect();
         let neighbour = |at: Option<usize>| {

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use proptest::prelude::*;
-use ringfence::ids::{Epoch, LayerRange, Position, SessionId, TokenId, View, WireEncoding};
+use ringfence::ids::{Epoch, LayerRange, Position, SessionId, TokenId, VIEW_MAX, View, WireEncoding};
 use ringfence::proto::codec::{DRAFT_TOKENS_MAX, TOP_TOKENS_MAX};
 use ringfence::proto::control::{
     Control, Digests, Hello, Join, Kept, Neighbour, Offer, Open, Rebuild, Role, Sampling, SessionReport, StageReport,
@@ -14,18 +14,21 @@ fn finite() -> impl Strategy<Value = f32> {
     any::<u32>().prop_map(f32::from_bits).prop_filter("finite", |value| value.is_finite())
 }
 
+fn view() -> impl Strategy<Value = View> {
+    (0..=VIEW_MAX.0).prop_map(View)
+}
+
 fn token() -> impl Strategy<Value = TokenId> {
     any::<u32>().prop_map(TokenId)
 }
 
 pub(crate) fn any_frame() -> impl Strategy<Value = Frame> {
-    let numbers =
-        (any::<u64>(), any::<u64>(), any::<u32>(), any::<u32>(), 0..1_000_000_u32, any::<u32>(), any::<u32>());
+    let numbers = (view(), any::<u64>(), any::<u32>(), any::<u32>(), 0..1_000_000_u32, any::<u32>(), any::<u32>());
     let ids = prop::collection::vec(token(), 1..40);
     let payload = prop::collection::vec(any::<u8>(), 0..300);
     (numbers, ids, payload).prop_map(|((view, session, epoch, start, pos, settled, from), ids, payload)| Frame {
         head: FrameHead {
-            view: View(view),
+            view,
             session: SessionId(session),
             epoch: Epoch(epoch),
             start: Position(start),
@@ -47,10 +50,10 @@ pub(crate) fn any_reply() -> impl Strategy<Value = Reply> {
         let (tokens, confidence) = pairs.into_iter().unzip();
         DraftBlock { tokens, confidence }
     }));
-    let numbers = (any::<u64>(), any::<u64>(), any::<u32>(), 0..1_000_000_u32, 1..1000_u32);
+    let numbers = (view(), any::<u64>(), any::<u32>(), 0..1_000_000_u32, 1..1000_u32);
     (numbers, prop::collection::vec(answer, 0..12), draft).prop_map(
         |((view, session, epoch, pos, len), answers, draft)| Reply {
-            view: View(view),
+            view,
             session: SessionId(session),
             epoch: Epoch(epoch),
             pos: Position(pos),
@@ -89,9 +92,9 @@ fn any_hello() -> impl Strategy<Value = Control> {
 fn any_offer() -> impl Strategy<Value = Control> {
     let range = (0..60_u16, 1..10_u16).prop_map(|(lo, n)| LayerRange::new(lo, lo + n).unwrap());
     let encodings = prop::collection::vec(encoding(), 0..3);
-    (range, text(), any::<[u32; 3]>(), encodings, addresses(), any::<u64>()).prop_map(
+    (range, text(), any::<[u32; 3]>(), encodings, addresses(), view()).prop_map(
         |(range, device, [max_context, max_sessions, pid], encodings, addresses, view)| {
-            let (view, draft_block) = (View(view), pid % (DRAFT_TOKENS_MAX + 1));
+            let draft_block = pid % (DRAFT_TOKENS_MAX + 1);
             Control::Offer(Offer {
                 range,
                 device,
@@ -115,21 +118,20 @@ fn any_join() -> impl Strategy<Value = Control> {
             addresses().prop_map(|addresses| Neighbour { peer: ringfence::ids::Node::random(), addresses }),
         )
     };
-    (any::<u64>(), neighbour(), neighbour()).prop_map(|(view, predecessor, successor)| {
-        Control::Join(Box::new(Join { view: View(view), predecessor, successor }))
-    })
+    (view(), neighbour(), neighbour())
+        .prop_map(|(view, predecessor, successor)| Control::Join(Box::new(Join { view, predecessor, successor })))
 }
 
 fn any_open() -> impl Strategy<Value = Control> {
     let sampling = (0.0..100.0_f32, any::<u32>(), 0.001..1.0_f32, any::<u64>())
         .prop_map(|(temperature, top_k, top_p, seed)| Sampling { temperature, top_k, top_p, seed });
     let want = prop::option::of(0..=u32::from(TOP_TOKENS_MAX)).prop_map(|scores| Want { scores });
-    let numbers = (any::<u64>(), any::<u64>(), 1..10_000_u32, 0..10_000_u32, 1..10_000_u32, 0..=DRAFT_TOKENS_MAX);
+    let numbers = (view(), any::<u64>(), 1..10_000_u32, 0..10_000_u32, 1..10_000_u32, 0..=DRAFT_TOKENS_MAX);
     let boundaries = prop::collection::btree_set(1..60_u16, 0..5).prop_map(|set| set.into_iter().collect::<Vec<u16>>());
     (numbers, boundaries, encoding(), sampling, want).prop_map(
         |((view, session, prompt_len, more, reach, draft_block), boundaries, encoding, sampling, want)| {
             Control::Open(Open {
-                view: View(view),
+                view,
                 session: SessionId(session),
                 prompt_len,
                 positions: prompt_len + more,
@@ -157,11 +159,11 @@ fn any_report() -> impl Strategy<Value = Control> {
             forwarded,
             dropped,
         });
-    (any::<[u64; 6]>(), any::<u32>(), prop::collection::vec(session, 0..5)).prop_map(
-        |([nonce, view, passes, busy_us, service_us, loaded_bytes], queued, sessions)| Control::Report {
+    (any::<[u64; 5]>(), view(), any::<u32>(), prop::collection::vec(session, 0..5)).prop_map(
+        |([nonce, passes, busy_us, service_us, loaded_bytes], view, queued, sessions)| Control::Report {
             nonce,
             report: Box::new(StageReport {
-                view: View(view),
+                view,
                 sessions,
                 passes,
                 busy_us,
@@ -175,12 +177,12 @@ fn any_report() -> impl Strategy<Value = Control> {
 }
 
 fn any_small() -> impl Strategy<Value = Control> {
-    (any::<[u64; 3]>(), text(), 0..20_u8).prop_map(|([a, b, c], reason, which)| {
-        let (view, session) = (View(a), SessionId(b));
+    (any::<[u64; 3]>(), view(), view(), text(), 0..20_u8).prop_map(|([a, b, c], view, current, reason, which)| {
+        let session = SessionId(b);
         match which {
             0 => Control::Refused { reason },
             1 => Control::Joined { view },
-            2 => Control::JoinRefused { view, current: View(c), reason },
+            2 => Control::JoinRefused { view, current, reason },
             3 => Control::Opened { view, session, kept: Some(Box::new(kept(c))) },
             11 => Control::Rebuilt { view, session, next: Position(c as u32), outputs: digests(c) },
             12 => Control::Replay {

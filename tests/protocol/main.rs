@@ -11,3 +11,4 @@ mod ring;
 mod rings;
 mod round;
 mod toy;
+mod views;

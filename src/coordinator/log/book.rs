@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::coordinator::log::record::{Ended, Entry, Opened};
-use crate::ids::{SessionId, TokenId, View};
+use crate::ids::{SessionId, TokenId, VIEW_MAX, View};
 
 /// A session as the log knows it.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,6 +17,9 @@ pub(crate) struct Logged {
 /// Entries that contradict one another.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum BookError {
+    /// A view that no coordinator gives.
+    #[error("view {view}, the highest one is {VIEW_MAX}")]
+    View { view: View },
     /// Something about a session that the file did not open.
     #[error("session {session} is not opened in front of this record")]
     Unopened { session: SessionId },
@@ -64,6 +67,7 @@ impl Book {
     /// [`BookError`]: it can't be behind what came before.
     pub(crate) fn take(&mut self, entry: Entry) -> Result<(), BookError> {
         match entry {
+            Entry::View(view) if view > VIEW_MAX => return Err(BookError::View { view }),
             Entry::View(view) => self.view = self.view.max(view),
             Entry::Opened(opened) => {
                 self.in_file.insert(opened.session);

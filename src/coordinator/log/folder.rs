@@ -11,7 +11,7 @@ use crate::config::LogSettings;
 use crate::coordinator::log::book::{Book, Logged};
 use crate::coordinator::log::record::{self, Entry, FileHead, LOG_VERSION, Next};
 use crate::coordinator::log::{Disk, LogError};
-use crate::ids::{SessionId, View};
+use crate::ids::{SessionId, VIEW_MAX, View};
 
 /// Sessions that ended lately which a new coordinator still knows: their clients may not have read all.
 pub(crate) const ENDED_MAX: usize = 64;
@@ -141,6 +141,9 @@ fn check_head(path: &Path, name: Name, head: &FileHead, (model, numerics): ([u8;
     }
     if Name::of(head) != name {
         return Err(other("name", name.file(), Name::of(head).file()));
+    }
+    if head.view > VIEW_MAX {
+        return Err(other("view", head.view.to_string(), format!("at most {VIEW_MAX}")));
     }
     if head.model != model {
         let hex = |digest: [u8; 32]| digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();

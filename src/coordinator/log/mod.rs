@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use crate::config::LogSettings;
 use crate::engine::NUMERICS_ID;
-use crate::ids::{SessionId, View};
+use crate::ids::{SessionId, VIEW_MAX, View};
 use book::Logged;
 use folder::Folder;
 use folder::host::HostFolder;
@@ -53,6 +53,12 @@ pub enum LogError {
         path: PathBuf,
         /// What the system said.
         why: io::Error,
+    },
+    /// No view is left above those that were logged.
+    #[error("log folder {}: it says view {VIEW_MAX}, and none is left above: give another folder with --log, and start every stage again", path.display())]
+    Views {
+        /// The folder.
+        path: PathBuf,
     },
     /// A record in the middle is damaged.
     #[error(
@@ -147,6 +153,9 @@ impl Log {
         let path = settings.folder.clone();
         let contents = folder::read((folder.as_ref(), &path), model, NUMERICS_ID)?;
         let own = View(contents.view.0.saturating_add(1));
+        if own > VIEW_MAX {
+            return Err(LogError::Views { path });
+        }
         let head =
             FileHead { version: LOG_VERSION, view: own, start, part: 0, model, numerics: NUMERICS_ID.to_owned() };
         let carried: Vec<Entry> = contents.sessions.values().flat_map(book::carried).collect();

@@ -19,7 +19,7 @@ use crate::config::LogSettings;
 use crate::coordinator::job::{Client, Finish, Request};
 use crate::coordinator::session::Arithmetic;
 use crate::engine::NUMERICS_ID;
-use crate::ids::{SessionId, TokenId, View, WireEncoding};
+use crate::ids::{SessionId, TokenId, VIEW_MAX, View, WireEncoding};
 use crate::proto::control::Sampling;
 
 const MODEL: [u8; 32] = [7; 32];
@@ -214,6 +214,30 @@ fn contradictions_are_named() {
     let error = book.take(wrong).unwrap_err().to_string();
     assert!(error.contains("session 1 has token 38 at 1, and 1999 came"), "{error}");
     assert!(book.take(tokens(1, 2, MOST as usize)).unwrap_err().to_string().contains("502 tokens, 500"));
+}
+
+/// Session ids begin at view · 2^32: of a higher view they would come again.
+#[test]
+fn views_without_room_for_what_is_derived_of_them_are_refused() {
+    let over = View(VIEW_MAX.0 + 1);
+    let (bytes, ends) = file(&[vec![], vec![Entry::View(over)]]);
+    match load(&bytes) {
+        Err(LogError::Broken { offset, why, .. }) => {
+            assert_eq!((offset, why.as_str()), (ends[1], "view 2147483648, the highest one is 2147483647"));
+        }
+        other => panic!("{other:?}"),
+    }
+    let bytes = record::frame(START, 0, &record::encode_head(&head(over.0, START)).unwrap()).unwrap();
+    let name = Name { view: over.0, part: 0, start: START };
+    let error = read_file(Path::new("view.log"), name, &bytes, &mut Book::default(), (MODEL, NUMERICS_ID));
+    assert!(error.unwrap_err().to_string().contains("view 2147483648, expected at most 2147483647"));
+    let folder = tempfile::tempdir().unwrap();
+    let settings = LogSettings::new(folder.path().to_owned());
+    let mut log = Log::open(&settings, MODEL).unwrap();
+    let payload = record::encode(&[Entry::View(VIEW_MAX)]).unwrap();
+    assert_eq!(log.scribe.write(&Batch { payload, fresh: false, leads: false }), Synced::Durable);
+    let error = Log::open(&settings, MODEL).unwrap_err().to_string();
+    assert!(error.contains("view 2147483647, and none is left above: give another folder"), "{error}");
 }
 
 #[test]

@@ -245,6 +245,22 @@ fn a_late_refusal_is_not_heard() {
 }
 
 #[test]
+fn no_ring_is_joined_above_the_highest_view() {
+    let now = clock::now();
+    let a = Node::random();
+    for view in [VIEW_MAX, View(u64::MAX)] {
+        let mut ring = Ring::new(Node::random(), 7);
+        ring.handle_offer(a, offer("0:7", view.0), now);
+        assert_eq!(joins(&drain(&mut ring)), []);
+        assert!(ring.missing().unwrap().contains(&format!("view {view}, and none is left above it")));
+        assert_eq!(ring.poll_timeout(), None);
+    }
+    let mut ring = Ring::new(Node::random(), 7);
+    ring.handle_offer(a, offer("0:7", VIEW_MAX.0 - 1), now);
+    assert_eq!(joins(&drain(&mut ring)), [(a, VIEW_MAX, None, None)]);
+}
+
+#[test]
 fn a_spare_takes_no_place_for_being_the_first() {
     let now = clock::now();
     let (spare, stage) = (Node::random(), Node::random());

@@ -8,7 +8,8 @@ use std::fmt::Display;
 
 use bytes::Bytes;
 
-use super::{CONTROL_BYTES_MAX, DRAFT_TOKENS_MAX, DecodeError, EncodeError, TOP_TOKENS_MAX};
+use super::{CONTROL_BYTES_MAX, DRAFT_TOKENS_MAX, DecodeError, EncodeError, TOP_TOKENS_MAX, view_in_range};
+use crate::ids::View;
 use crate::proto::codec::read::Reader;
 use crate::proto::control::{Control, Join, Offer, Open, PROTOCOL_VERSION, Rebuild, Sampling, StageReport};
 
@@ -88,6 +89,7 @@ pub fn decode_control(bytes: &[u8]) -> Result<Control, DecodeError> {
 
 /// Checks every bound of a message; one place for both directions.
 fn check(message: &Control) -> Result<(), DecodeError> {
+    views(message).into_iter().flatten().try_for_each(|(field, view)| view_in_range(field, view))?;
     match message {
         Control::Hello(hello) => {
             text("hello.numerics", &hello.numerics)?;
@@ -122,6 +124,38 @@ fn check(message: &Control) -> Result<(), DecodeError> {
         | Control::Heartbeat { .. }
         | Control::HeartbeatAck { .. }
         | Control::Draining => Ok(()),
+    }
+}
+
+/// Every view of a message.
+fn views(message: &Control) -> [Option<(&'static str, View)>; 2] {
+    let one = |field, view: View| [Some((field, view)), None];
+    match message {
+        Control::Offer(offer) => one("offer.view", offer.view),
+        Control::Join(join) => one("join.view", join.view),
+        Control::Open(open) => one("open.view", open.view),
+        Control::Report { report, .. } => one("report.view", report.view),
+        Control::JoinRefused { view, current, .. } => [Some(("view", *view)), Some(("current view", *current))],
+        Control::Joined { view }
+        | Control::Opened { view, .. }
+        | Control::ReplayFailed { view, .. }
+        | Control::Rebuilt { view, .. }
+        | Control::Failed { view, .. }
+        | Control::Shadow { view, .. }
+        | Control::Copy { view, .. }
+        | Control::Shadowed { view, .. }
+        | Control::NeighbourLost { view, .. } => one("view", *view),
+        Control::Hello(_)
+        | Control::Refused { .. }
+        | Control::Rebuild { .. }
+        | Control::Replay { .. }
+        | Control::Close { .. }
+        | Control::Closed { .. }
+        | Control::Cancel { .. }
+        | Control::Probe { .. }
+        | Control::Heartbeat { .. }
+        | Control::HeartbeatAck { .. }
+        | Control::Draining => [None, None],
     }
 }
 

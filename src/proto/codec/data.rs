@@ -6,8 +6,10 @@
 use bytes::Bytes;
 
 use super::read::Reader;
-use super::{DRAFT_TOKENS_MAX, DecodeError, EncodeError, FRAME_BYTES_MAX, FRAME_IDS_MAX, TOP_TOKENS_MAX};
-use crate::ids::{Epoch, Position, SessionId, TokenId, View};
+use super::{
+    DRAFT_TOKENS_MAX, DecodeError, EncodeError, FRAME_BYTES_MAX, FRAME_IDS_MAX, TOP_TOKENS_MAX, view_in_range,
+};
+use crate::ids::{Epoch, Position, SessionId, TokenId, VIEW_MAX, View};
 use crate::proto::control::PROTOCOL_VERSION;
 use crate::proto::frame::{Answer, DraftBlock, Frame, FrameHead, Reply, Scores};
 
@@ -108,11 +110,16 @@ fn frame_bytes(head: &FrameHead, ids: &[TokenId], payload_len: usize) -> Result<
             limit: FRAME_IDS_MAX as usize,
         });
     }
+    writable(head.view)?;
     let total = frame_header_bytes(ids.len()).saturating_add(payload_len);
     if total > FRAME_BYTES_MAX as usize {
         return Err(EncodeError::TooLong { got: total, limit: FRAME_BYTES_MAX });
     }
     Ok(total)
+}
+
+fn writable(view: View) -> Result<(), EncodeError> {
+    if view <= VIEW_MAX { Ok(()) } else { Err(EncodeError::View { got: view }) }
 }
 
 /// Fills a buffer of known size from the front.
@@ -157,6 +164,7 @@ fn write_frame_front(at: &mut Writer<'_>, head: &FrameHead, ids: &[TokenId], pay
 /// [`EncodeError`] where a list is above its cap, a number is not finite or a draft block has not
 /// one confidence per token.
 pub fn encode_reply(reply: &Reply) -> Result<Bytes, EncodeError> {
+    writable(reply.view)?;
     let count = list_len("answers", reply.answers.len(), FRAME_IDS_MAX)?;
     let drafts = match &reply.draft {
         None => NO_DRAFT,
@@ -284,6 +292,7 @@ fn decode_frame(bytes: &Bytes, mut from: Reader<'_>) -> Result<Frame, DecodeErro
         len: from.u32("len")?,
     };
     let payload_len = from.u32("payload length")? as usize;
+    view_in_range("view", head.view)?;
     span(head.pos, head.len)?;
     let count = from.room("positions in a frame", head.len, 4, FRAME_IDS_MAX)?;
     let ids = from.take(4 * count, "token ids")?;
@@ -301,6 +310,7 @@ fn decode_reply(mut from: Reader<'_>) -> Result<Reply, DecodeError> {
     let len = from.u32("len")?;
     let answers = from.u32("number of answers")?;
     let drafts = from.u32("number of drafts")?;
+    view_in_range("view", view)?;
     span(pos, len)?;
     let count = from.room("answers", answers, ANSWER_BYTES_MIN, FRAME_IDS_MAX)?;
     let mut list = Vec::with_capacity(count);

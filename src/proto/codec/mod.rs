@@ -17,7 +17,7 @@ pub use data::{
     frame_header_bytes,
 };
 
-use crate::ids::Position;
+use crate::ids::{Position, VIEW_MAX, View};
 
 /// Longest frame or reply, in bytes, header included. Equals what a data lane carries.
 pub const FRAME_BYTES_MAX: u32 = 64 << 20;
@@ -78,6 +78,12 @@ pub enum EncodeError {
         what: &'static str,
         /// What it is.
         got: String,
+    },
+    /// A view that no peer takes.
+    #[error("view {got}, the highest one is {VIEW_MAX}")]
+    View {
+        /// The view.
+        got: View,
     },
     /// The serializer refused.
     #[error("control message cannot be written: {why}")]
@@ -170,7 +176,7 @@ pub enum DecodeError {
         /// What it is.
         got: String,
     },
-    /// A field of a control message is out of its range.
+    /// A field is out of its range.
     #[error("{field} is {got}, expected {expected}")]
     Field {
         /// The field.
@@ -191,4 +197,10 @@ pub enum DecodeError {
 /// Who has the lower version.
 fn older(ours: u16, theirs: u16) -> &'static str {
     if ours < theirs { "this program" } else { "the peer" }
+}
+
+/// Checks that a view is one that a coordinator can give.
+fn view_in_range(field: &'static str, view: View) -> Result<(), DecodeError> {
+    let expected = "a view below 2^31";
+    if view <= VIEW_MAX { Ok(()) } else { Err(DecodeError::Field { field, got: view.to_string(), expected }) }
 }
