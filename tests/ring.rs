@@ -7,6 +7,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test stops at the first surprise")]
 
+#[path = "ring/disk.rs"]
+mod disk;
 #[path = "ring/ends.rs"]
 mod ends;
 #[path = "ring/equal.rs"]

@@ -3,7 +3,7 @@
 //! One batch is on its way at a time; what comes up meanwhile goes with the next one, so that one sync
 //! serves all tokens of a turn. A view's joins, and a session's tokens, go out when their batch is synced.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -26,6 +26,13 @@ const LAG: u32 = 64;
 /// How long a coordinator that stops waits for the log.
 const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
+/// How long the log's disk may take for a batch before an operator is told; whoever waits for it fails after
+/// `heal_wait`, if that is longer.
+const ANSWER_WAIT: Duration = Duration::from_secs(10);
+
+/// How long ends that could not be written wait, unless something else is to be written.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
 /// Bits of a session id that count within one coordinator's log.
 const SESSION_BITS: u32 = 32;
 
@@ -34,10 +41,27 @@ const SESSION_BITS: u32 = 32;
 struct Manifest {
     /// Sessions with the number of their tokens that are durable with it.
     sessions: Vec<(SessionId, u32)>,
+    /// Sessions that it opens.
+    opened: Vec<SessionId>,
+    /// Ends, to be written again where it is lost.
+    ended: Vec<(SessionId, Ended)>,
     view: Option<View>,
     /// It begins a file: entries of the queue, from the first on, that it makes needless.
     replaces: Option<usize>,
     bytes: u64,
+}
+
+/// How the disk stands to the batch on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    /// There is no batch.
+    None,
+    /// It was handed over then.
+    Due(Instant),
+    /// That was long ago.
+    Late(Instant),
+    /// So long that whoever waits for it fails.
+    GivenUp(Instant),
 }
 
 /// What the loop has to do with a log, if there is one.
@@ -52,10 +76,15 @@ pub(crate) struct LogGate {
     view: View,
     /// The highest view that was queued.
     view_queued: View,
-    /// Joins that wait for the record of their view.
+    /// Joins that wait for the record of their view; of the newest one only.
     joins: Vec<(Node, Control)>,
     queue: Vec<Entry>,
     busy: Option<Manifest>,
+    answer: Answer,
+    /// When ends that could not be written are tried again.
+    retry: Option<Instant>,
+    /// Why nothing is written any more.
+    dead: Option<String>,
     /// Bytes in the present file, and from how many on the next one is begun.
     written: u64,
     file_bytes: u64,
@@ -75,6 +104,9 @@ impl LogGate {
             joins: Vec::new(),
             queue: Vec::new(),
             busy: None,
+            answer: Answer::None,
+            retry: None,
+            dead: None,
             written: 0,
             file_bytes: u64::MAX,
             file_bytes_max: u64::MAX,
@@ -99,6 +131,34 @@ impl LogGate {
 
     pub(super) fn is_open(&self) -> bool {
         self.writer.is_some()
+    }
+
+    /// Why the log takes nothing, unless it does.
+    pub(super) fn missing(&self) -> Option<String> {
+        match (&self.dead, self.answer) {
+            (Some(why), _) => Some(format!("the log can't be written: {why}")),
+            (None, Answer::Late(_) | Answer::GivenUp(_)) => {
+                Some(format!("the log's disk has not answered for {} s", ANSWER_WAIT.as_secs()))
+            }
+            (None, Answer::None | Answer::Due(_)) => None,
+        }
+    }
+
+    /// When to call [`Shell::handle_log_timeout`], where sessions wait so long for the disk.
+    pub(super) fn poll_timeout(&self, patience: Duration) -> Option<Instant> {
+        let answer = match self.answer {
+            Answer::Due(since) => Some(since + ANSWER_WAIT),
+            Answer::Late(since) => Some(since + patience.max(ANSWER_WAIT)),
+            Answer::None | Answer::GivenUp(_) => None,
+        };
+        let retry = self.retry.filter(|_| self.busy.is_none() && self.dead.is_none());
+        answer.into_iter().chain(retry).min()
+    }
+
+    /// Whether all that is queued may wait for the next attempt.
+    fn pauses(&self, now: Instant) -> bool {
+        let pause = self.dead.is_some() || self.retry.is_some_and(|at| now < at);
+        pause && self.queue.iter().all(|entry| matches!(entry, Entry::Ended { .. }))
     }
 
     /// The first session id: with a log, no coordinator of the folder ever gives it again.
@@ -172,6 +232,8 @@ impl Shell {
         }
         if view > self.log.view_queued {
             self.log.view_queued = view;
+            // Those of a view before are of no use, however long the disk takes.
+            self.log.joins.clear();
             self.log.queue.push(Entry::View(view));
         }
         self.log.joins.push((to, message));
@@ -198,6 +260,11 @@ impl Shell {
         if self.log.writer.is_none() || self.log.busy.is_some() {
             return;
         }
+        let now = clock::now();
+        let news = self.sessions.values().any(Session::has_news);
+        if !news && self.log.pauses(now) {
+            return;
+        }
         // An end is written where its session was opened before the next file begins without it.
         let ends = self.log.queue.iter().any(|entry| matches!(entry, Entry::Ended { .. }));
         let fresh = self.log.written >= self.log.file_bytes && !ends;
@@ -215,6 +282,8 @@ impl Shell {
             (_, None) => return,
         };
         self.log.busy = Some(manifest);
+        self.log.retry = None;
+        self.log.answer = Answer::Due(now);
         if let Err(why) = sent {
             self.handle_synced(Synced::Failed { why });
         }
@@ -227,13 +296,17 @@ impl Shell {
         for entry in &entries {
             match entry {
                 Entry::View(view) => manifest.view = manifest.view.max(Some(*view)),
-                Entry::Opened(opened) => manifest.sessions.push((opened.session, 0)),
-                Entry::Tokens { .. } | Entry::Ended { .. } => {}
+                Entry::Opened(opened) => {
+                    manifest.sessions.push((opened.session, 0));
+                    manifest.opened.push(opened.session);
+                }
+                Entry::Ended { session, how } => manifest.ended.push((*session, *how)),
+                Entry::Tokens { .. } => {}
             }
         }
         for (id, session) in &self.sessions {
-            let told = session.told();
-            if session.durable != Durable::Unlogged && session.committed.len() > told {
+            if session.has_news() {
+                let told = session.told();
                 let first = u32::try_from(told).unwrap_or(u32::MAX);
                 entries.push(Entry::Tokens { session: *id, first, ids: session.committed[told..].to_vec() });
                 let count = u32::try_from(session.committed.len()).unwrap_or(u32::MAX);
@@ -260,13 +333,21 @@ impl Shell {
     /// The log's thread has answered.
     pub(crate) fn handle_synced(&mut self, synced: Synced) {
         let Some(manifest) = self.log.busy.take() else { return };
+        let missed = self.log.missing();
+        self.log.answer = Answer::None;
+        if let Synced::Dead { why } = &synced {
+            self.log.dead = Some(why.clone());
+        }
+        if self.log.missing() != missed {
+            self.publish();
+        }
         match synced {
             Synced::Durable => self.release(manifest),
             Synced::Same { why } => {
                 tracing::warn!(why, "the next log file can't be begun; the present one grows");
                 self.log.file_bytes = self.log.written.saturating_add(self.log.file_bytes_max);
             }
-            Synced::Failed { why } => self.not_logged(&manifest, &why),
+            Synced::Failed { why } | Synced::Dead { why } => self.not_logged(&manifest, &why),
             Synced::Superseded { why } => {
                 tracing::error!(why, "another coordinator was started on this log");
                 self.log.joins.clear();
@@ -311,11 +392,37 @@ impl Shell {
             self.log.view_queued = self.log.view;
             self.ring.handle_not_logged(why, clock::now());
         }
+        // Of a session that is not in the log, no end may be there; every other one is to come.
+        let unopened = |id: &SessionId| manifest.opened.contains(id);
+        self.log.queue.retain(|entry| !matches!(entry, Entry::Ended { session, .. } if unopened(session)));
+        let ended = manifest.ended.iter().filter(|(id, _)| !unopened(id));
+        self.log.queue.splice(..0, ended.map(|(session, how)| Entry::Ended { session: *session, how: *how }));
+        self.log.retry = (!self.log.queue.is_empty()).then(|| clock::now() + RETRY_AFTER);
         for (id, _) in &manifest.sessions {
-            self.log.queue.retain(|entry| !matches!(entry, Entry::Ended { session, .. } if session == id));
             self.fail(*id, JobError::NotLogged { why: why.to_owned() });
         }
         self.drain_ring();
+    }
+
+    /// The disk takes long: says so, and in the end fails whoever waits for it.
+    pub(super) fn handle_log_timeout(&mut self, now: Instant) {
+        let patience = self.settings.heal_wait.max(ANSWER_WAIT);
+        let (Answer::Due(since) | Answer::Late(since) | Answer::GivenUp(since)) = self.log.answer else { return };
+        if matches!(self.log.answer, Answer::Due(_)) && since + ANSWER_WAIT <= now {
+            tracing::error!(waited_s = ANSWER_WAIT.as_secs(), "the log's disk does not answer");
+            self.log.answer = Answer::Late(since);
+            self.publish();
+        }
+        if since + patience > now {
+            return;
+        }
+        self.log.answer = Answer::GivenUp(since);
+        let why = format!("its disk has not answered for {} s", patience.as_secs());
+        for id in self.sessions.keys().copied().collect::<Vec<_>>() {
+            if self.sessions.get(&id).is_some_and(|session| session.durable != Durable::Unlogged) {
+                self.fail(id, JobError::NotLogged { why: why.clone() });
+            }
+        }
     }
 
     /// Ends every session: one that is in the log only for its reader.
@@ -383,3 +490,6 @@ fn opened(id: SessionId, session: &Session) -> Opened {
         client: session.readers.client.clone(),
     }
 }
+
+#[cfg(test)]
+mod tests;

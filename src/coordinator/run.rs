@@ -269,6 +269,7 @@ impl Shell {
             self.sessions_timeout(),
             self.readers_timeout(),
             self.unstarted_timeout(),
+            self.log.poll_timeout(self.settings.heal_wait),
         ];
         let redials = self.redials.iter().filter_map(Redial::poll_timeout);
         let timers = machines.into_iter().flatten().chain(redials);
@@ -287,6 +288,7 @@ impl Shell {
         self.handle_sessions_timeout(now);
         self.handle_readers_timeout(now);
         self.handle_unstarted_timeout(Some(now));
+        self.handle_log_timeout(now);
         if self.report_at <= now {
             self.report_at = now + REPORT_EVERY;
             let peers: Vec<Node> = self.ring.members().map(|member| member.peer).collect();

@@ -245,6 +245,11 @@ impl Session {
         (told..count as usize).try_for_each(|at| self.tell(at))
     }
 
+    /// Whether tokens of it are still to be logged.
+    pub(crate) fn has_news(&self) -> bool {
+        self.durable != Durable::Unlogged && self.committed.len() > self.told()
+    }
+
     /// Tokens that the reader was told.
     pub(crate) fn told(&self) -> usize {
         match self.durable {

@@ -25,7 +25,7 @@ impl Shell {
         let outside = self.ring.members().filter(|member| !in_ring.contains(&member.peer));
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.view = self.ring.view();
-        status.missing = self.ring.missing();
+        status.missing = self.log.missing().or_else(|| self.ring.missing());
         status.members = whole.iter().map(|member| self.member_status(member, true)).collect();
         status.members.extend(outside.map(|member| self.member_status(member, false)));
         status.hops = self.hops(&whole);

@@ -207,7 +207,7 @@ impl LeadProcess {
         let desk = self.desk.as_mut()?;
         if let Some(answer) = desk.answer.take() {
             let what = format!("{answer:?}");
-            desk.lost |= matches!(answer, Synced::Failed { .. });
+            desk.lost |= matches!(answer, Synced::Failed { .. } | Synced::Dead { .. });
             if !desk.answered {
                 self.shell.handle_synced(answer);
             }

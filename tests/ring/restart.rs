@@ -17,23 +17,23 @@ use crate::rig::{PATIENCE, Rig, collect, prompt, quick, ranges, request, tiny, w
 
 const NEW: u32 = 250;
 
-fn open(folder: &Path) -> Log {
+pub(crate) fn open(folder: &Path) -> Log {
     Log::open(&LogSettings::new(folder.to_owned()), tiny().digest()).unwrap()
 }
 
-async fn rig(settings: CoordinatorSettings, log: Log) -> Rig {
+pub(crate) async fn rig(settings: CoordinatorSettings, log: Log) -> Rig {
     let cut = ranges("0:2 2:4 4:7");
     Rig::logged(MemoryNetwork::new(), &cut, settings, (&|engine| Box::new(engine), Some(log))).await
 }
 
 /// A killed coordinator of a test still reads that its links are gone: its sessions must wait then, and
 /// not end, as those of a dead one do.
-fn patient() -> CoordinatorSettings {
+pub(crate) fn patient() -> CoordinatorSettings {
     CoordinatorSettings { heal_wait: PATIENCE, ..quick() }
 }
 
 /// Reads tokens behind the `from` first ones, until `count` came or the session ends.
-async fn read(job: &mut Job, from: usize, count: usize) -> (Vec<TokenId>, Option<Event>) {
+pub(crate) async fn read(job: &mut Job, from: usize, count: usize) -> (Vec<TokenId>, Option<Event>) {
     let mut tokens = Vec::new();
     while tokens.len() < count {
         match tokio::time::timeout(PATIENCE, job.events.recv()).await.expect("an event comes") {
@@ -48,11 +48,11 @@ async fn read(job: &mut Job, from: usize, count: usize) -> (Vec<TokenId>, Option
 }
 
 #[track_caller]
-fn finished(last: Option<Event>) {
+pub(crate) fn finished(last: Option<Event>) {
     assert!(matches!(last, Some(Event::Finished { reason: Finish::Length, .. })), "{last:?}");
 }
 
-async fn attach(rig: &Rig, job: &Job) -> Attached {
+pub(crate) async fn attach(rig: &Rig, job: &Job) -> Attached {
     rig.coordinator.attach(job.session, None).await.expect("the session is there")
 }
 

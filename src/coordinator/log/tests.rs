@@ -318,7 +318,8 @@ fn a_full_disk_loses_nothing_that_was_synced() {
         assert_eq!(scribe.write(&batch(&[Entry::Opened(Box::new(opened(1))), tokens(1, 0, 4)])), Synced::Durable);
         let synced = std::iter::from_fn(|| Some(())).enumerate().find_map(|(at, ())| {
             let synced = scribe.write(&batch(&[tokens(1, 4 + at, 1)]));
-            matches!(synced, Synced::Failed { .. }).then_some(4 + at)
+            assert!(!matches!((&synced, can_cut), (Synced::Failed { .. }, false) | (Synced::Dead { .. }, true)));
+            matches!(synced, Synced::Failed { .. } | Synced::Dead { .. }).then_some(4 + at)
         });
         room.store(1_000, Ordering::Relaxed);
         let again = scribe.write(&batch(&[tokens(1, synced.unwrap(), 1)]));

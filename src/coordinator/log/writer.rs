@@ -21,6 +21,8 @@ pub(crate) enum Synced {
     Same { why: String },
     /// It is not in the file.
     Failed { why: String },
+    /// It may be in the file or not, and nothing more can be written.
+    Dead { why: String },
     /// It is on the disk, and so is the log of a coordinator that was started later and leads instead.
     Superseded { why: String },
 }
@@ -135,15 +137,17 @@ impl Scribe {
     /// Writes a batch and syncs it.
     pub(crate) fn write(&mut self, batch: &Batch) -> Synced {
         if let Some(why) = &self.dead {
-            return Synced::Failed { why: why.clone() };
+            return Synced::Dead { why: why.clone() };
         }
         let begun = clock::now();
         let synced = match if batch.fresh { self.next_file(&batch.payload) } else { self.append(&batch.payload) } {
             // Whoever starts from now on reads this view; whoever started before has a file by now.
             Synced::Durable if batch.leads => self.newer().map_or(Synced::Durable, |why| Synced::Superseded { why }),
-            synced @ (Synced::Durable | Synced::Same { .. } | Synced::Failed { .. } | Synced::Superseded { .. }) => {
-                synced
-            }
+            synced @ (Synced::Durable
+            | Synced::Same { .. }
+            | Synced::Failed { .. }
+            | Synced::Dead { .. }
+            | Synced::Superseded { .. }) => synced,
         };
         self.batches += 1;
         self.spent += clock::now().duration_since(begun);
@@ -166,18 +170,24 @@ impl Scribe {
         if let Err(why) = self.disk.append(&bytes) {
             // Half a record must not stand in front of the next one.
             if let Err(cut) = self.disk.truncate(self.length) {
-                self.dead = Some(format!("{why}; and what was written of the record can't be cut off: {cut}"));
+                return self.die(format!(
+                    "{why}; and what was written of the record can't be cut off: {cut}; start the coordinator again"
+                ));
             }
             return failed(&why);
         }
         if let Err(why) = self.disk.sync() {
             // Which of the pages came to the disk is unknown, and syncing again would not tell.
-            self.dead = Some(format!("it could not be synced: {why}; start the coordinator again"));
-            return failed(&why);
+            return self.die(format!("it could not be synced: {why}; start the coordinator again"));
         }
         self.length += u64::try_from(bytes.len()).unwrap_or(u64::MAX);
         self.serial += 1;
         Synced::Durable
+    }
+
+    fn die(&mut self, why: String) -> Synced {
+        self.dead = Some(why.clone());
+        Synced::Dead { why }
     }
 
     fn next_file(&mut self, payload: &[u8]) -> Synced {
