@@ -114,6 +114,10 @@ impl LeadProcess {
         if plant == Some(Plant::ResumeOffByOne) {
             self.slip();
         }
+        let rebuilds = |session: &Session| matches!(session.phase, Phase::Rebuilding(_));
+        if plant == Some(Plant::PanicAtRebuild) && self.shell.sessions.values().any(rebuilds) {
+            std::panic::resume_unwind(Box::new("the planted panic"));
+        }
         let round = *self.shell.shared.last_round.lock().unwrap_or_else(PoisonError::into_inner);
         if round != self.round {
             self.round = round;

@@ -23,8 +23,10 @@ mod trace;
 mod world;
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use check::Invariant;
+use check::broken;
 pub use plant::Plant;
 pub use world::Summary;
 use world::World;
@@ -80,9 +82,24 @@ pub fn run(seed: u64, plant: Option<Plant>) -> Result<Summary, Box<Failure>> {
 /// # Errors
 /// [`Failure`]: an invariant does not hold.
 pub fn run_aloud(seed: u64, plant: Option<Plant>, shown: usize) -> Result<Summary, Box<Failure>> {
-    let mut world = World::new(seed, plant, shown);
-    world.run().map_err(|broken| {
-        let story = world.story();
+    let mut world = None;
+    // A panic of a process is a failure of its seed like any other: what it left half done goes no further.
+    let ran = caught(|| world.insert(World::new(seed, plant, shown)).run());
+    let ran = ran.unwrap_or_else(|why| broken(Invariant::Process, why));
+    let ran = ran.map_err(|broken| {
+        let story = caught(|| world.as_ref().map(World::story)).ok().flatten().unwrap_or_default();
         Box::new(Failure { seed, plant, invariant: broken.invariant, why: broken.why, story })
+    });
+    // What is left of it must not end the other runs.
+    let _ = caught(|| drop(world));
+    ran
+}
+
+/// What a function gives, or the words with which it panicked.
+fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no words");
+        format!("a process panicked: {text}")
     })
 }

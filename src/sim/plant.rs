@@ -15,17 +15,20 @@ pub enum Plant {
     ZombieAccepted,
     /// Tokens are told before the log has them.
     TokenReleasedBeforeLogged,
+    /// A coordinator panics when a session is rebuilt.
+    PanicAtRebuild,
 }
 
 impl Plant {
     /// Every one.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::FenceDropped,
         Self::ResumeOffByOne,
         Self::JournalOneFrameShort,
         Self::DraftWindowNotRebuilt,
         Self::ZombieAccepted,
         Self::TokenReleasedBeforeLogged,
+        Self::PanicAtRebuild,
     ];
 
     /// Its name on command lines.
@@ -38,6 +41,7 @@ impl Plant {
             Self::FenceDropped => "fence-dropped",
             Self::ZombieAccepted => "zombie-accepted",
             Self::TokenReleasedBeforeLogged => "token-released-before-logged",
+            Self::PanicAtRebuild => "panic-at-rebuild",
         }
     }
 

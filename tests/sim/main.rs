@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ringfence::sim::{Failure, Plant, run};
+use ringfence::sim::{Failure, Invariant, Plant, run};
 
 /// Runs seeds on every core; the failure with the lowest seed.
 fn run_all(seeds: u64, plant: Option<Plant>) -> Option<Box<Failure>> {
@@ -41,6 +41,16 @@ fn every_planted_bug_is_found() {
         // It is the bug that is found: without it, the seed holds.
         assert!(run(failure.seed, None).is_ok(), "{failure}");
     }
+}
+
+/// A panic ends neither the other seeds nor the program: it is a failure with its seed and command.
+#[test]
+fn a_panic_is_a_failure_of_its_seed() {
+    let failure = run_all(1_000, Some(Plant::PanicAtRebuild)).unwrap();
+    assert_eq!(failure.invariant, Invariant::Process);
+    assert_eq!(failure.why, "a process panicked: the planted panic");
+    assert!(!failure.story.is_empty() && failure.to_string().contains(&failure.command()), "{failure}");
+    assert!(run(failure.seed, None).is_ok(), "the next run of the thread is as any other");
 }
 
 #[test]
