@@ -128,6 +128,12 @@ impl Scenario {
             let count = draw.between(1, 6);
             faults.extend((0..count).map(|_| fault(draw, &seats, (logged, calm))));
         }
+        // One of thirty has slow stages and nothing else, which are no reason for anything either.
+        if draw.chance(3) {
+            for fault in &mut faults {
+                fault.blow = Blow::Slow { seat: draw.index(seats.len()) };
+            }
+        }
         let mut scenario = Self {
             lead: peer(draw),
             logged,

@@ -9,6 +9,7 @@ use crate::proto::control::Control;
 use crate::sim::check::{Broken, Invariant, broken};
 use crate::sim::client::SimClient;
 use crate::sim::net::lock;
+use crate::sim::scenario::Blow;
 use crate::sim::world::{Process, SETTLE, World, owner};
 use crate::transport::{Lane, SEND_QUEUE_MAX};
 
@@ -101,15 +102,19 @@ impl World {
                     {
                         return broken(Invariant::Leak, format!("process {host} holds session {id} at the end"));
                     }
-                    if self.struck.is_empty() && !lead.breaks().is_empty() {
-                        return broken(
-                            Invariant::Slow,
-                            format!("nothing failed, and rings broke: {:?}", lead.breaks()),
-                        );
+                    if self.only_slow() && !lead.breaks().is_empty() {
+                        let why = format!("nothing failed, and rings broke: {:?}", lead.breaks());
+                        return broken(Invariant::Slow, why);
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    /// Whether nothing struck but slowness.
+    fn only_slow(&self) -> bool {
+        let faults = self.struck.iter().filter_map(|fault| self.scenario.faults.get(*fault));
+        faults.into_iter().all(|fault| matches!(fault.blow, Blow::Slow { .. }))
     }
 }
