@@ -16,4 +16,5 @@ mod processes {
     mod restart;
     mod rig;
     mod ring;
+    mod sim;
 }
