@@ -27,3 +27,5 @@ mod rig;
 mod scripted;
 #[path = "ring/shadow.rs"]
 mod shadow;
+#[path = "ring/two.rs"]
+mod two;

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::bf16;
+use ringfence::config::CoordinatorSettings;
 use ringfence::coordinator::heals::HealStatus;
 use ringfence::coordinator::job::{Event, JobError, Mode, Serve};
 use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
 use ringfence::ids::{Position, SessionId, TokenId};
-use ringfence::node::journal::JournalConfig;
+use ringfence::node::journal::{JournalConfig, SpillConfig};
 
 use crate::heal::{NEW, patient, read, rest};
 use crate::rig::{Rig, engine, prompt, ranges, request, tiny};
@@ -140,10 +141,74 @@ async fn without_journals_the_history_is_computed_from_the_head_on() {
     }
 }
 
-/// A spare that computes something else at a position of the history: the session fails, and says so.
-async fn refused(lost: usize, said: &str) {
+/// Kills `lost` of a ring whose stages journal like this, with a spare for each, once tokens came; gives how many
+/// positions were computed again.
+async fn replayed(lost: &[usize], journal: &JournalConfig, under_way: impl Fn()) -> u64 {
     let cut = ranges("0:2 2:4 4:7");
-    let mut rig = Rig::new(&cut, patient()).await;
+    let settings = CoordinatorSettings { prefill_chunk: 4, in_flight_max: 4, ..patient() };
+    let mut rig = Rig::journaling(&cut, settings, journal.clone()).await;
+    let asked = request(&prompt(PROMPT), NEW, Mode::Pipelined);
+    let expected = rig.run(asked.clone()).await.tokens;
+    for lost in lost {
+        rig.add(cut[*lost]);
+    }
+    rig.members(cut.len() + lost.len()).await;
+    let mut job = rig.coordinator.submit(asked).unwrap();
+    let first = read(&mut job, READ_FIRST).await;
+    under_way();
+    for lost in lost {
+        rig.network.kill(rig.stages[*lost].peer);
+    }
+    let (tokens, heals) = rest(job, first).await;
+    assert_eq!(tokens, expected);
+    assert!(heals >= 1);
+    let positions = rig.coordinator.status().heals.iter().map(|heal| heal.replayed_positions).sum();
+    rig.end().await;
+    positions
+}
+
+/// Positions of a history, at least, when the first stage was killed.
+const HISTORY: u64 = (PROMPT + READ_FIRST) as u64 - 2;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_that_went_to_a_file_feeds_a_spare() {
+    let folder = tempfile::tempdir().unwrap();
+    let spill = Some(SpillConfig { folder: folder.path().to_owned(), keep: None });
+    // Room for some thirty positions, and what is in flight.
+    let journal = JournalConfig { memory: 40 << 10, spill };
+    for lost in [1, 2] {
+        let spilled = || {
+            let files = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap());
+            let parts = files.filter(|file| file.path().extension().is_some_and(|ending| ending == "part"));
+            let bytes: Vec<u64> = parts.map(|file| file.metadata().unwrap().len()).collect();
+            assert!(bytes.iter().any(|bytes| *bytes > 10_000), "nothing went to a file: {bytes:?}");
+        };
+        let positions = replayed(&[lost], &journal, spilled).await;
+        let once = HISTORY..2 * HISTORY;
+        assert!(once.contains(&positions), "{positions} positions: the spare alone computes again");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_whose_first_positions_were_evicted_costs_the_whole_history() {
+    let journal = JournalConfig { memory: 40 << 10, spill: None };
+    for (lost, stages) in [(1, 2), (2, 3)] {
+        let positions = replayed(&[lost], &journal, || {}).await;
+        assert!(positions >= stages * HISTORY, "{positions} positions, {stages} stages had to begin anew");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_journal_and_without_the_stage_in_front_the_history_comes_from_the_head() {
+    let none = JournalConfig { memory: 0, spill: None };
+    let positions = replayed(&[1, 2], &none, || {}).await;
+    assert!(positions >= 3 * HISTORY, "{positions} positions, every stage had to begin anew");
+}
+
+/// A spare that computes something else at a position of the history: the session fails, and says so.
+async fn refused(lost: usize, said: &str, journal: JournalConfig) {
+    let cut = ranges("0:2 2:4 4:7");
+    let mut rig = Rig::journaling(&cut, patient(), journal).await;
     let false_at = Some(Position(PROMPT as u32 + 4));
     let inner = Box::new(engine(&tiny(), cut[lost]));
     rig.add_with(Box::new(Watched { inner, positions: Arc::default(), false_at, lies: u32::MAX }));
@@ -166,7 +231,9 @@ async fn refused(lost: usize, said: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_spare_that_computes_something_else_is_found_before_the_session_goes_on() {
-    refused(0, "puts out at position 64").await;
-    refused(1, "puts out at position 64").await;
-    refused(2, "answers position 64").await;
+    for journal in [JournalConfig::default(), JournalConfig { memory: 0, spill: None }] {
+        refused(0, "puts out at position 64", journal.clone()).await;
+        refused(1, "puts out at position 64", journal.clone()).await;
+        refused(2, "answers position 64", journal).await;
+    }
 }
