@@ -17,4 +17,5 @@ mod processes {
     mod rig;
     mod ring;
     mod sim;
+    mod waits;
 }

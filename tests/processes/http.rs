@@ -78,24 +78,31 @@ impl Answer {
         (self.status, serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}")))
     }
 
-    /// The next event of a stream; `None` at its end.
-    pub(crate) fn event(&mut self) -> Option<Event> {
+    /// The next event of a stream, `None` at its end, or the words of a comment in front of it.
+    pub(crate) fn event_or_comment(&mut self) -> Result<Option<Event>, String> {
         let mut event = Event { id: String::new(), data: String::new() };
         loop {
             let mut line = String::new();
             // A connection may break, or end inside an event, with the server.
             if self.lines.read_line(&mut line).unwrap_or(0) == 0 || !line.ends_with('\n') {
-                return None;
+                return Ok(None);
             }
             let line = line.trim_end_matches(['\r', '\n']);
             if let Some(id) = line.strip_prefix("id: ") {
                 id.clone_into(&mut event.id);
             } else if let Some(data) = line.strip_prefix("data: ") {
                 event.data.push_str(data);
+            } else if let Some(words) = line.strip_prefix(": ") {
+                return Err(words.to_owned());
             } else if line.is_empty() && !event.data.is_empty() {
-                return Some(event);
+                return Ok(Some(event));
             }
         }
+    }
+
+    /// The next event of a stream; `None` at its end.
+    pub(crate) fn event(&mut self) -> Option<Event> {
+        std::iter::repeat_with(|| self.event_or_comment()).find_map(Result::ok).flatten()
     }
 
     /// Everything that is left of a stream.

@@ -83,6 +83,26 @@ fn command_lines_that_can_not_be_are_refused() {
     refused(&within, "config", &["--in-flight", "0", "1 to 1024"]);
 }
 
+/// As root nothing is unwritable by its mode: a file in the way and a file system without files are.
+#[test]
+fn a_log_that_can_not_be_written_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "no folder").unwrap();
+    let (file, below) = (file.to_str().unwrap(), file.join("log"));
+    for (log, words) in [
+        (file, &[file, "may read and write"][..]),
+        (below.to_str().unwrap(), &[below.to_str().unwrap(), "may read and write"]),
+        ("/proc/log", &["/proc/log", "may read and write"]),
+        ("/proc/self", &["/proc/self", "no file can be begun there", "must be writable"]),
+    ] {
+        let ended = Process::run(COORDINATOR, &["--open", "--http", "127.0.0.1:0", "--log", log]);
+        refused(&ended, "log", words);
+        assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    }
+    assert_eq!(fs::read(file).unwrap(), b"no folder", "it is left alone");
+}
+
 #[test]
 fn a_damaged_checkpoint_is_refused_by_name() {
     const SECOND: &str = "model-00002-of-00005.safetensors";
