@@ -21,4 +21,6 @@ pub mod run;
 pub(crate) mod session;
 mod shadow;
 mod status;
+#[cfg(test)]
+mod tests;
 mod unstarted;

@@ -1,12 +1,8 @@
 //! What waits for a disk that does not answer stays bounded.
 
-use std::sync::Arc;
-
 use super::*;
-use crate::config::{CoordinatorSettings, LogSettings};
-use crate::coordinator::job::ModelFacts;
-use crate::coordinator::run::ModelShape;
-use crate::ids::TokenId;
+use crate::config::LogSettings;
+use crate::coordinator::tests::shell;
 use crate::proto::control::Join;
 use crate::transport::memory::MemoryNetwork;
 
@@ -15,11 +11,8 @@ async fn joins_that_wait_are_those_of_the_newest_view() {
     let folder = tempfile::tempdir().unwrap();
     let log = Log::open(&LogSettings::new(folder.path().to_owned()), [7; 32]).unwrap();
     let (gate, _scribe, batches) = LogGate::open(log);
-    let model = ModelFacts { name: "toy".to_owned(), vocab: 8, eos: Vec::new(), context: 64 };
-    let shape = ModelShape { layers: 6, hc: 1, dim: 1, probe_token: TokenId(0), digest: [7; 32] };
     let (link, _events) = MemoryNetwork::new().link();
-    let (_handle, _commands, mut shell) =
-        Shell::new((Arc::clone(&link), model, shape), CoordinatorSettings::default(), gate);
+    let (_handle, _commands, mut shell) = shell(link, gate);
     shell.recover();
     let members = [Node::random(), Node::random(), Node::random()];
     for view in (1..100).map(View) {
