@@ -71,6 +71,7 @@ async fn what_a_thawed_tail_says_of_the_view_before_changes_nothing() {
         pid: 1,
         view: View(0),
         spare: false,
+        shadow: false,
     };
     tells(&mut shell, tail, &Control::Offer(offer));
     tells(&mut shell, tail, &Control::Joined { view: View(1) });
