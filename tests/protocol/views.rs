@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use ringfence::ids::{Epoch, Position, SessionId, VIEW_MAX, View};
 use ringfence::proto::codec::{EncodeError, decode_control, decode_data, encode_control, encode_frame, encode_reply};
-use ringfence::proto::control::{Control, Digests, Join, Offer, Open, StageReport};
+use ringfence::proto::control::{Control, Digests, Join, Offer, Open, PROTOCOL_VERSION, StageReport};
 use ringfence::proto::frame::{FrameHead, Reply};
 
 use super::codec::{offer, open, small_frame};
@@ -25,13 +25,16 @@ fn controls_of(view: View) -> Vec<(&'static str, Control)> {
         ("view", Control::ReplayFailed { view, session, reason: reason.clone() }),
         ("view", Control::Rebuilt { view, session, next: Position(0), outputs }),
         ("view", Control::Failed { view, session, reason: reason.clone() }),
+        ("view", Control::Shadow { view, source: None }),
+        ("view", Control::Copy { view, to: None }),
+        ("view", Control::Shadowed { view, session, next: Position(0), again: false }),
         ("view", Control::NeighbourLost { view, peer: ringfence::ids::Node::random(), reason }),
     ]
 }
 
 #[test]
 fn views_are_below_the_bound_that_what_is_derived_of_them_has_room_for() {
-    let ours = b"RFCT\x03\x00";
+    let ours = [b"RFCT".to_vec(), PROTOCOL_VERSION.to_le_bytes().to_vec()].concat();
     for (_, control) in controls_of(VIEW_MAX) {
         let bytes = encode_control(&control).unwrap();
         assert_eq!(decode_control(&bytes).unwrap(), control);
@@ -41,7 +44,7 @@ fn views_are_below_the_bound_that_what_is_derived_of_them_has_room_for() {
             let message = format!("{field} is {over}, expected a view below 2^31");
             let error = encode_control(&control).unwrap_err().to_string();
             assert_eq!(error, format!("control message cannot be written: {message}"));
-            let bytes = [ours.to_vec(), postcard::to_stdvec(&control).unwrap()].concat();
+            let bytes = [ours.clone(), postcard::to_stdvec(&control).unwrap()].concat();
             assert_eq!(decode_control(&bytes).unwrap_err().to_string(), message);
         }
         let (head, ids) = small_frame();
