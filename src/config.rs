@@ -156,3 +156,21 @@ pub enum Admit {
 pub fn log_filter() -> String {
     std::env::var("RINGFENCE_LOG").unwrap_or_else(|_| "warn".to_owned())
 }
+
+/// Folders in which the CUDA compiler is looked for beside the loader's path: `CUDA_HOME`,
+/// `CUDA_PATH`, then the usual place.
+#[must_use]
+#[allow(clippy::disallowed_methods, reason = "the one reader of the environment")]
+pub fn cuda_folders() -> Vec<PathBuf> {
+    let named = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);
+    named.map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]).collect()
+}
+
+/// Folder of compiled kernels: `ringfence/kernels` in the user's cache, if there is one.
+#[must_use]
+#[allow(clippy::disallowed_methods, reason = "the one reader of the environment")]
+pub fn kernel_cache() -> Option<PathBuf> {
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
+    Some(cache.join("ringfence").join("kernels"))
+}

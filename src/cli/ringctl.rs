@@ -14,6 +14,7 @@ use crate::cli::ring::{LocalRing, LocalRingOptions, with_ring};
 use crate::cli::score::{self, ScoreArgs, score_over_http};
 use crate::cli::sim::{self, SimArgs};
 use crate::cli::stage::{self, StageArgs};
+use crate::cli::synth::{self, SynthArgs};
 use crate::cli::tiling::tile_plain;
 use crate::cli::wan::{self, WanArgs};
 use crate::ids::TokenId;
@@ -36,6 +37,8 @@ pub enum Command {
     Churn(ChurnArgs),
     /// Run the simulator: the whole ring under faults, in one thread and virtual time, one seed a schedule
     Sim(SimArgs),
+    /// Write a checkpoint of random weights at a model's true shapes, to measure without its release
+    Synth(SynthArgs),
     /// Put an emulated wide-area network in front of processes, and change it while they talk
     Wan(WanArgs),
 }
@@ -56,6 +59,7 @@ pub fn run(command: &Command) -> ExitCode {
         Command::Churn(args) => churn::run(args),
         Command::Sim(args) => sim::run(args),
         Command::Wan(args) => wan::run(args),
+        Command::Synth(args) => console::exit_quietly(synth::run(args)),
         Command::Generate(args) => {
             console::exit_quietly(generate::run(args, &mut out).map_err(Failure::of("generate")))
         }

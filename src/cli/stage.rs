@@ -13,6 +13,7 @@ use serde_json::json;
 use tokio::sync::{mpsc, watch};
 
 use crate::cli::console::{self, Failure, Signals};
+use crate::cli::device::{DeviceName, Wanted};
 use crate::cli::memory;
 use crate::cli::seconds;
 use crate::config::{DEAD_AFTER, HEARTBEAT, JOURNAL_MIB, MAX_SESSIONS, StageSettings};
@@ -68,7 +69,7 @@ pub struct StageArgs {
     /// lasts for this run only
     #[arg(long, value_name = "FILE")]
     pub identity: Option<PathBuf>,
-    /// Where to compute
+    /// Where to compute: cpu, or cuda:N for an NVIDIA GPU
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: String,
     /// Threads of the engine; default: the processors this process may use
@@ -110,6 +111,9 @@ pub struct StageArgs {
     /// List the files that this range needs, with sizes
     #[arg(long)]
     pub shards: bool,
+    /// Print what a GPU holds, tensor by tensor: form, bytes and the SHA-256 of the official bytes
+    #[arg(long, conflicts_with_all = ["shards", "check"])]
+    pub inventory: bool,
     /// Print one EVENT line on stdout for every change of ring
     #[arg(long)]
     pub json_events: bool,
@@ -122,6 +126,8 @@ pub struct StageArgs {
 pub fn run(args: &StageArgs) -> ExitCode {
     let result = if args.shards {
         list_shards(args)
+    } else if args.inventory {
+        inventory(args)
     } else if args.check {
         check(args)
     } else {
@@ -137,10 +143,6 @@ fn open_model(args: &StageArgs) -> Result<Checkpoint, Failure> {
 }
 
 fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
-    if args.device != "cpu" {
-        let why = format!("--device {}: expected cpu, the one device that this program computes on", args.device);
-        return Err(Failure::new("device", why));
-    }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = args.threads.unwrap_or(processors.min(THREADS_MAX));
     if !(1..=THREADS_MAX).contains(&threads) {
@@ -155,6 +157,24 @@ fn settings(args: &StageArgs) -> Result<CpuSettings, Failure> {
         return Err(Failure::new("config", why));
     }
     Ok(CpuSettings { threads, max_context: args.max_context, ..CpuSettings::default() })
+}
+
+/// The GPU that is asked for, if one is.
+fn gpu(args: &StageArgs) -> Result<Option<Wanted>, Failure> {
+    let wanted =
+        |ordinal| Wanted { ordinal, range: args.range, max_context: args.max_context, sessions: args.max_sessions };
+    Ok(match args.device.parse()? {
+        DeviceName::Cpu => None,
+        DeviceName::Cuda(ordinal) => Some(wanted(ordinal)),
+    })
+}
+
+fn inventory(args: &StageArgs) -> Result<(), Failure> {
+    let Some(gpu) = gpu(args)? else {
+        let why = format!("--inventory: --device {} keeps the weights in forms of its own; give a GPU", args.device);
+        return Err(Failure::new("config", why));
+    };
+    gpu.inventory(&open_model(args)?)
 }
 
 fn list_shards(args: &StageArgs) -> Result<(), Failure> {
@@ -222,14 +242,30 @@ fn check_memory(need: &Need, journal: &JournalConfig, free: u64) -> Result<(), F
     Ok(())
 }
 
+/// What is free on the device, if everything fits there and the journal beside it.
+fn fits(gpu: Option<Wanted>, need: &Need, journal: &JournalConfig) -> Result<u64, Failure> {
+    let Some(gpu) = gpu else {
+        let free = memory::free();
+        check_memory(need, journal, free)?;
+        return Ok(free);
+    };
+    let (_, free) = gpu.probe()?;
+    need.check(free).map_err(Failure::of("memory"))?;
+    if journal.memory > memory::free() {
+        let mib = journal.memory >> 20;
+        return Err(Failure::new("memory", format!("--journal-mib {mib}: more than is free; give the journal less")));
+    }
+    Ok(free)
+}
+
 fn check(args: &StageArgs) -> Result<(), Failure> {
     obey(args)?;
     let journal = journal(args)?;
     let checkpoint = open_model(args)?;
+    let gpu = gpu(args)?;
     let settings = settings(args)?;
     let need = need(args, &checkpoint, &settings)?;
-    let free = memory::free();
-    check_memory(&need, &journal, free)?;
+    let free = fits(gpu, &need, &journal)?;
     let weights = checkpoint.weights(args.range).map_err(Failure::of("model"))?;
     weights.check_values().map_err(Failure::of("model"))?;
     console::line(&format!(
@@ -259,16 +295,20 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
     }
     let journal = journal(args)?;
     let checkpoint = open_model(args)?;
+    let gpu = gpu(args)?;
     let mut settings = settings(args)?;
     let need = need(args, &checkpoint, &settings)?;
-    check_memory(&need, &journal, memory::free())?;
+    fits(gpu, &need, &journal)?;
     settings.max_state_bytes = settings.max_state_bytes.max(need.sessions.saturating_mul(need.session_bytes));
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
     };
     let announce = announce(args, identity.public().to_peer_id())?;
-    let engine = CpuEngine::new(&checkpoint, args.range, &settings).map_err(unbuilt)?;
+    let engine: Box<dyn Engine> = match gpu {
+        Some(gpu) => Box::new(gpu.engine(&checkpoint)?),
+        None => Box::new(CpuEngine::new(&checkpoint, args.range, &settings).map_err(unbuilt)?),
+    };
     let settings = StageSettings {
         coordinator: args.coordinator.clone(),
         obey,
@@ -307,7 +347,7 @@ fn serve(args: &StageArgs) -> Result<(), Failure> {
             })
         ));
         let observer = args.json_events.then(print_events);
-        let parts = StageParts { engine: Box::new(engine), link, events, model_digest: digest, stop, observer };
+        let parts = StageParts { engine, link, events, model_digest: digest, stop, observer };
         serve::serve(parts, &settings).await.map_err(Failure::of("serve"))
     })
 }

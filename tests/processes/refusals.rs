@@ -33,6 +33,13 @@ fn stage_refused(args: &[&str], phase: &str, words: &[&str]) {
     assert_eq!(served.fatal(), within.fatal());
 }
 
+/// Whether a library lies in the folders that loaders look in.
+fn loadable(name: &str) -> bool {
+    let folders =
+        ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64", "/usr/local/cuda/compat"];
+    folders.iter().any(|folder| std::path::Path::new(folder).join(name).exists())
+}
+
 #[test]
 fn command_lines_that_can_not_be_are_refused() {
     for (range, words) in [
@@ -48,7 +55,12 @@ fn command_lines_that_can_not_be_are_refused() {
     stage_refused(&[], "arguments", &["--range"]);
     stage_refused(&["--range", "0:3", "--shadow"], "arguments", &["--spare"]);
     stage_refused(&["--range", "0:3", "--nonsense"], "arguments", &["--nonsense"]);
-    stage_refused(&["--range", "0:3", "--device", "cuda:0"], "device", &["cuda:0", "cpu"]);
+    stage_refused(&["--range", "0:3", "--device", "gpu"], "device", &["--device gpu", "cpu or cuda:N"]);
+    // With a driver or without: there is no such device, and what was looked for is said.
+    let driver = ["libcuda.so", "libcuda.so.1"].iter().any(|name| loadable(name));
+    let found = if driver { "device(s)" } else { "looked for libcuda.so" };
+    stage_refused(&["--range", "0:3", "--device", "cuda:99"], "device", &["cuda:99", found, "--device cpu"]);
+    refused(&Process::run(STAGE, &["--range", "0:3", "--inventory"]), "config", &["--inventory", "--device cpu"]);
     stage_refused(&["--range", "0:3", "--threads", "0"], "config", &["--threads", "0", "1 to"]);
     stage_refused(&["--range", "0:3", "--max-context", "0"], "config", &["max-context", "0", "2048"]);
     stage_refused(&["--range", "0:3", "--max-context", "9000"], "config", &["max-context", "9000", "2048"]);

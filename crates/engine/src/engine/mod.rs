@@ -146,6 +146,12 @@ pub enum OpenError {
         /// Bytes free.
         free: u64,
     },
+    /// The device failed: no session of this engine can go on.
+    #[error("the device failed: {why}: restart this stage")]
+    Device {
+        /// The driver's words.
+        why: String,
+    },
 }
 
 /// Why a pass was refused or failed. The session's state is unchanged or, for
@@ -221,6 +227,12 @@ pub enum EngineError {
         pos: Position,
         /// What is missing.
         why: &'static str,
+    },
+    /// The device failed: no session of this engine can go on.
+    #[error("the device failed: {why}: restart this stage")]
+    Device {
+        /// The driver's words.
+        why: String,
     },
 }
 

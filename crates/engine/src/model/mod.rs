@@ -4,7 +4,7 @@
 //! another model, [`names`] one spelling of tensor names, [`layout`] which tensors a range needs
 //! with their shapes, [`shard`] the safetensors header read without trust, [`source`] files of a
 //! directory or of the embedded model, [`checkpoint`] all of it behind one value, [`weights`] the
-//! bytes of one range, [`mod@format`] the number formats in them. It decides nothing about how an
+//! bytes of one range, [`mod@format`] the number formats in them, [`synth`] checkpoints of random weights. It decides nothing about how an
 //! engine holds them.
 //!
 //! Shards are mapped, not copied: a file that is cut or rewritten while a stage loads it ends that
@@ -18,6 +18,7 @@ pub mod layout;
 pub mod names;
 pub mod shard;
 pub mod source;
+pub mod synth;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, ShardNeed};

@@ -204,6 +204,14 @@ impl<'a> RangeWeights<'a> {
         ids.into_iter().enumerate().map(check).collect()
     }
 
+    /// The bytes of a tensor as stored, by its whole name.
+    ///
+    /// # Errors
+    /// [`ModelError::TensorUnlisted`] for a tensor outside the range.
+    pub fn stored(&self, name: &str) -> Result<&[u8], ModelError> {
+        self.bytes(name)
+    }
+
     fn scales(&self, name: &str) -> Result<&[u8], ModelError> {
         let located = self.located(name)?;
         let bytes = self.bytes(name)?;

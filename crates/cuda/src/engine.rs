@@ -1,0 +1,613 @@
+//! The engine: weights of a range, sessions on it, and passes over them.
+//!
+//! Owns what is refused before anything is computed, how chunks are cut into waves, and the one wait at
+//! a wave's end.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use ringfence_engine::engine::cpu::kernel::rope::{RopeTable, Stretch, frequencies};
+use ringfence_engine::engine::cpu::{DEFAULT_CONTEXT, DRAFT_BLOCK_MAX};
+use ringfence_engine::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
+use ringfence_engine::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
+use ringfence_engine::model::{Checkpoint, ModelConfig, ModelError};
+
+use crate::driver::{Arena, Device, Direction, Pinned};
+use crate::error::CudaError;
+use crate::graph::{Captured, Graphs, ROWS};
+use crate::kernels::Kernels;
+use crate::linear::{Products, Tuning};
+use crate::nvrtc::Compiler;
+use crate::ops::{self, Ops, Row, Streams, Table};
+use crate::pass::{Buffers, ExpertScratch, Pass, Shape, WAVE, WaveSizes};
+use crate::state::{SLOTS, SessionState, Sizes, StateTable, to_i32, to_usize};
+use crate::weights::Weights;
+use crate::{fits, transfer};
+
+/// How an engine is built.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaSettings {
+    /// Which of the machine's devices. Default 0.
+    pub device: usize,
+    /// Longest session in positions. Default: the model's own, at most [`DEFAULT_CONTEXT`].
+    pub max_context: Option<u32>,
+    /// State of all sessions together, in bytes. Default 4 GiB.
+    pub max_state_bytes: u64,
+    /// Draft tokens per block. Default: as trained.
+    pub draft_block: Option<u32>,
+    /// Device memory that captured waves may take, in bytes; 0 captures none. Default 256 MiB.
+    pub graph_bytes: u64,
+    /// Folders in which the CUDA compiler is looked for beside the loader's path.
+    pub cuda_folders: Vec<PathBuf>,
+    /// Folder in which compiled kernels are kept. Default: none.
+    pub kernel_cache: Option<PathBuf>,
+}
+
+impl Default for CudaSettings {
+    fn default() -> Self {
+        Self {
+            device: 0,
+            max_context: None,
+            max_state_bytes: 4 << 30,
+            draft_block: None,
+            graph_bytes: 256 << 20,
+            cuda_folders: Vec::new(),
+            kernel_cache: None,
+        }
+    }
+}
+
+/// Why an engine was not built.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BuildError {
+    /// The checkpoint does not fit.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A setting can't be honoured.
+    #[error("{setting} is {got}, this model and device allow {expected}")]
+    Setting {
+        /// The setting.
+        setting: &'static str,
+        /// The value asked for.
+        got: u64,
+        /// What is allowed.
+        expected: String,
+    },
+    /// The device can't be used.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// The layers of one range on a GPU.
+#[derive(Debug)]
+pub struct CudaEngine {
+    graphs: Graphs,
+    config: ModelConfig,
+    facts: EngineFacts,
+    weights: Weights,
+    buffers: Buffers,
+    scratch: ExpertScratch,
+    table: StateTable,
+    rotations: (Table, Table),
+    _rotations: Arena,
+    input: Pinned,
+    output: Pinned,
+    products: Products,
+    kernels: std::sync::Arc<Kernels>,
+    ids: BTreeMap<SessionId, usize>,
+    sessions: Vec<Option<SessionState>>,
+    state_bytes: u64,
+    max_state_bytes: u64,
+    device: Device,
+}
+
+impl CudaEngine {
+    /// Opens the device, compiles the kernels, checks them, and moves the weights of `range` there.
+    ///
+    /// # Errors
+    /// [`BuildError`] naming the tensor, setting or library, both values and what to do.
+    pub fn new(checkpoint: &Checkpoint, range: LayerRange, settings: &CudaSettings) -> Result<Self, BuildError> {
+        let config = checkpoint.config().clone();
+        checkpoint.check_range(range)?;
+        fits::check(&config)?;
+        let max_context = fits::context(&config, settings.max_context)?;
+        let draft_block = fits::draft_block(checkpoint, range, settings.draft_block)?;
+        let device = Device::open(settings.device)?;
+        let compiler = Compiler::find(&settings.cuda_folders, settings.kernel_cache.clone())?;
+        let kernels = std::sync::Arc::new(Kernels::load(&device, &compiler)?);
+        ops::prepare(&device, &kernels)?;
+        let products = Products::new(&device, kernels.clone(), Tuning::default())?;
+        crate::selftest::run(&device, &products, &kernels)?;
+        let opened = checkpoint.weights(range)?;
+        let weights = Weights::load(&device, &kernels, &opened)?;
+        let (rotations, memory) = rotations(&device, &config, to_usize(max_context + draft_block))?;
+        let sizes =
+            WaveSizes { config: &config, range, positions: to_usize(max_context), block: to_usize(draft_block) };
+        let buffers = Buffers::new(&device, &sizes)?;
+        // SAFETY: the buffer is that long; it is copied to the host whole, whatever a block's size.
+        unsafe { device.fill(buffers.drafted, 0, 8 * WAVE) }?;
+        let scratch = ExpertScratch::new(&device, &config, WAVE)?;
+        let stages = config.draft.as_ref().filter(|_| draft_block > 0).map_or(0, |draft| draft.stages);
+        let table = StateTable::new(&device, range.count() + stages)?;
+        let input = device.pinned(transfer::input_bytes(&config), Direction::ToDevice)?;
+        let output = device.pinned(transfer::output_bytes(&config, range), Direction::FromDevice)?;
+        let facts = EngineFacts {
+            range,
+            layers: config.layers,
+            hc: config.hc,
+            dim: config.dim,
+            vocab: config.vocab,
+            device: format!("cuda:{} {}", settings.device, device.facts().name),
+            draft_block,
+            max_context,
+            weight_bytes: weights.bytes(),
+        };
+        let mut engine = Self {
+            graphs: Graphs::default(),
+            config,
+            facts,
+            weights,
+            buffers,
+            scratch,
+            table,
+            rotations,
+            _rotations: memory,
+            input,
+            output,
+            products,
+            kernels,
+            ids: BTreeMap::new(),
+            sessions: Vec::new(),
+            state_bytes: 0,
+            max_state_bytes: settings.max_state_bytes,
+            device,
+        };
+        engine.capture(settings.graph_bytes)?;
+        Ok(engine)
+    }
+
+    /// Looks whether the device and the compiler are there: the device's name and its free bytes.
+    ///
+    /// # Errors
+    /// [`CudaError`] with what was looked for and found.
+    pub fn probe(settings: &CudaSettings) -> Result<(String, u64), CudaError> {
+        let device = Device::open(settings.device)?;
+        Compiler::find(&settings.cuda_folders, settings.kernel_cache.clone())?;
+        Ok((device.facts().name.clone(), device.memory()?.0))
+    }
+
+    /// Bytes free on the device, beside all that the engine holds.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn free_bytes(&self) -> Result<u64, CudaError> {
+        self.device.bind()?;
+        Ok(self.device.memory()?.0)
+    }
+
+    /// Device memory that captured waves take, in bytes, and how many there are.
+    #[must_use]
+    pub fn graphs(&self) -> (u64, usize) {
+        (self.graphs.bytes(), self.graphs.count())
+    }
+
+    /// What the device holds.
+    #[must_use]
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn pass(&self) -> Pass<'_> {
+        let c = &self.config;
+        Pass {
+            ops: Ops::new(&self.kernels, self.device.stream(), true),
+            products: &self.products,
+            config: c,
+            range: self.facts.range,
+            streams: Streams {
+                hc: c.hc,
+                dim: c.dim,
+                iterations: c.sinkhorn_iters,
+                hc_eps: c.hc_eps,
+                norm_eps: c.norm_eps,
+            },
+            positions: to_usize(self.facts.max_context),
+            weights: &self.weights,
+            buffers: &self.buffers,
+            scratch: &self.scratch,
+            states: (self.table.at(), self.table.places()),
+            plain: self.rotations.0,
+            scaled: self.rotations.1,
+        }
+    }
+
+    /// Captures the waves of common shapes and the draft, as far as `budget` bytes go.
+    fn capture(&mut self, budget: u64) -> Result<(), CudaError> {
+        if budget == 0 {
+            return Ok(());
+        }
+        // The first launch of a kernel may load it, which can't be captured: all run once before.
+        let session = SessionId(u64::MAX);
+        let drafting = self.facts.draft_block > 0;
+        let positions = to_u32(ROWS[ROWS.len() - 1]).min(self.facts.max_context);
+        let shape = SessionShape {
+            positions,
+            reach: positions,
+            boundaries: Vec::new(),
+            encoding: WireEncoding::Bf16,
+            drafting,
+        };
+        self.try_open(session, &shape)?;
+        let (free, _) = self.device.memory()?;
+        let result = self.capture_all(free, budget, positions);
+        self.close(session);
+        result
+    }
+
+    fn capture_all(&mut self, free: u64, budget: u64, positions: u32) -> Result<(), CudaError> {
+        let drafting = self.facts.draft_block > 0;
+        for rows in ROWS.into_iter().filter(|&rows| rows <= to_usize(positions)) {
+            let logits = if self.facts.is_tail() { rows } else { 0 };
+            let shape = Shape { rows, logits, drafting };
+            let all: Vec<Row> = (0..rows).map(|pos| Row { pos: to_i32(pos), ..Row::default() }).collect();
+            let picks: Vec<i32> = (0..logits).map(to_i32).collect();
+            transfer::rows(&mut self.input, &all, &picks);
+            self.enqueue(shape)?;
+            self.device.synchronize()?;
+            let graph = Captured::new(&self.device, &mut || self.enqueue(shape))?;
+            if self.graphs.keep(&self.device, Some(shape), graph, free)? > budget {
+                return Ok(());
+            }
+        }
+        if drafting {
+            transfer::anchor(&mut self.input, Row::default());
+            self.enqueue_draft()?;
+            self.device.synchronize()?;
+            let graph = Captured::new(&self.device, &mut || self.enqueue_draft())?;
+            self.graphs.keep(&self.device, None, graph, free)?;
+        }
+        Ok(())
+    }
+
+    /// Puts a wave on the stream: its inputs, its kernels, its outputs.
+    fn enqueue(&self, shape: Shape) -> Result<(), CudaError> {
+        let (b, width) = (&self.buffers, self.config.hc * self.config.dim);
+        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
+        copies.to_device(transfer::ROWS, b.rows, 16 * shape.rows)?;
+        copies.to_device(transfer::LOGIT_ROWS, b.logit_rows, 4 * shape.logits)?;
+        if !self.facts.is_head() {
+            copies.to_device(transfer::HIDDEN, b.hidden, 2 * shape.rows * width)?;
+        }
+        // SAFETY: the buffer is that long.
+        unsafe { self.device.fill(b.checks, 0, 4 * shape.rows) }?;
+        self.pass().wave(shape)?;
+        copies.to_host(b.checks, transfer::CHECKS, 4 * shape.rows)?;
+        if self.facts.is_tail() {
+            copies.to_host(b.logits, transfer::RESULT, 4 * shape.logits * self.config.vocab)
+        } else {
+            copies.to_host(b.hidden, transfer::RESULT, 2 * shape.rows * width)
+        }
+    }
+
+    /// Puts a draft on the stream.
+    fn enqueue_draft(&self) -> Result<(), CudaError> {
+        let (b, block) = (&self.buffers, to_usize(self.facts.draft_block));
+        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
+        copies.to_device(transfer::ANCHOR, b.anchor, 16)?;
+        // SAFETY: the buffer is that long.
+        unsafe { self.device.fill(b.checks, 0, 4 * block) }?;
+        self.pass().draft(block)?;
+        copies.to_host(b.checks, transfer::CHECKS, 4 * block)?;
+        copies.to_host(b.drafted, transfer::DRAFTED, 8 * WAVE)
+    }
+
+    /// Puts rows into their buffer, for measurements.
+    pub(crate) fn put_rows(&mut self, rows: &[Row]) -> Result<(), CudaError> {
+        self.device.bind()?;
+        transfer::rows(&mut self.input, rows, &[]);
+        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
+        copies.to_device(transfer::ROWS, self.buffers.rows, 16 * rows.len())?;
+        self.device.synchronize()
+    }
+
+    /// Puts an anchor into its buffer, for measurements.
+    pub(crate) fn put_anchor(&mut self, anchor: Row) -> Result<(), CudaError> {
+        self.device.bind()?;
+        transfer::anchor(&mut self.input, anchor);
+        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
+        copies.to_device(transfer::ANCHOR, self.buffers.anchor, 16)?;
+        self.device.synchronize()
+    }
+
+    fn sizes(&self, shape: &SessionShape) -> Sizes<'_> {
+        Sizes::new(&self.config, self.facts.range, shape, self.facts.draft_block > 0)
+    }
+
+    fn slot(&self, session: SessionId) -> Result<usize, EngineError> {
+        self.ids.get(&session).copied().ok_or(EngineError::NotOpen { session })
+    }
+
+    fn state(&self, session: SessionId) -> Result<(usize, &SessionState), EngineError> {
+        let slot = self.slot(session)?;
+        let state = self.sessions.get(slot).and_then(Option::as_ref).ok_or(EngineError::NotOpen { session })?;
+        Ok((slot, state))
+    }
+
+    fn set_next(&mut self, session: SessionId, next: usize) {
+        if let Some(&slot) = self.ids.get(&session)
+            && let Some(Some(state)) = self.sessions.get_mut(slot)
+        {
+            state.next = next;
+        }
+    }
+
+    /// Takes memory for a session whose shape was checked.
+    fn try_open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), CudaError> {
+        let slot = self.sessions.iter().position(Option::is_none).unwrap_or(self.sessions.len());
+        if slot >= SLOTS {
+            return Err(CudaError::Memory { what: "one more session".to_owned(), needed: 1, free: 0 });
+        }
+        self.device.bind()?;
+        let state = self.table.open(&self.device, slot, (self.sizes(shape), shape))?;
+        if slot == self.sessions.len() {
+            self.sessions.push(None);
+        }
+        self.state_bytes += state.bytes;
+        self.sessions[slot] = Some(state);
+        self.ids.insert(session, slot);
+        Ok(())
+    }
+
+    /// Refuses a chunk that can't be computed, before anything is.
+    fn check(&self, batch: &[Chunk<'_>], at: usize) -> Result<(), EngineError> {
+        let chunk = &batch[at];
+        let session = chunk.session;
+        let (_, state) = self.state(session)?;
+        if batch[..at].iter().any(|other| other.session == session) {
+            return Err(EngineError::Twice { session });
+        }
+        let row = self.config.hc * self.config.dim;
+        let expected = if self.facts.is_head() { 0 } else { chunk.ids.len() * row };
+        let got = chunk.hidden.map_or(0, <[_]>::len);
+        if chunk.ids.is_empty() || got != expected || chunk.hidden.is_some() == self.facts.is_head() {
+            return Err(EngineError::Shape { ids: chunk.ids.len(), got, expected });
+        }
+        let (pos, len) = (to_usize(chunk.pos.0), chunk.ids.len());
+        let end = to_usize(state.shape.positions);
+        if pos > state.next || pos + len > end {
+            let len = u32::try_from(len).unwrap_or(u32::MAX);
+            return Err(EngineError::Range { pos: chunk.pos, len, next: position(state.next), end: position(end) });
+        }
+        if pos + state.reach < state.next {
+            return Err(EngineError::Reach { pos: chunk.pos, next: position(state.next), reach: state.shape.reach });
+        }
+        let vocab = self.config.vocab;
+        match chunk.ids.iter().position(|id| to_usize(id.0) >= vocab) {
+            Some(k) => Err(EngineError::Token { pos: position(pos + k), got: chunk.ids[k], vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs one wave and appends what it gives.
+    fn wave(&mut self, batch: &[Chunk<'_>], wave: &mut Wave, out: &mut Output) -> Result<(), EngineError> {
+        let width = self.config.hc * self.config.dim;
+        let (mut rows, mut picks) = (Vec::with_capacity(wave.rows), Vec::new());
+        let mut drafting = false;
+        for run in wave.runs.drain(..) {
+            let chunk = &batch[run.chunk];
+            let (slot, state) = self.state(chunk.session)?;
+            drafting |= state.drafting;
+            let first = rows.len();
+            for k in run.from..run.from + run.len {
+                let pos = to_usize(chunk.pos.0) + k;
+                if self.facts.is_tail() && pos >= to_usize(chunk.logits_from.0) {
+                    picks.push(to_i32(rows.len()));
+                }
+                let id = chunk.ids[k].0.cast_signed();
+                rows.push(Row { slot: to_i32(slot), pos: to_i32(pos), id, spare: 0 });
+            }
+            if let Some(hidden) = chunk.hidden {
+                let part = &hidden[run.from * width..(run.from + run.len) * width];
+                transfer::hidden(&mut self.input, first * width, part);
+            }
+        }
+        wave.rows = 0;
+        transfer::rows(&mut self.input, &rows, &picks);
+        // A captured wave moves windows on where there are any, which the device finds out.
+        let captured = Shape { rows: rows.len(), logits: picks.len(), drafting: self.facts.draft_block > 0 };
+        match self.graphs.wave(captured) {
+            Some(graph) => graph.launch(),
+            None => self.enqueue(Shape { drafting, ..captured }),
+        }
+        .and_then(|()| self.device.synchronize())
+        .map_err(broken)?;
+        if let Some(row) = transfer::failed(&self.output, rows.len()) {
+            let pos = position(usize::try_from(rows[row].pos).unwrap_or(0));
+            return Err(EngineError::NotFinite { range: self.facts.range, pos });
+        }
+        if self.facts.is_tail() {
+            out.logits.extend_from_slice(transfer::floats(
+                &self.output,
+                transfer::RESULT,
+                picks.len() * self.config.vocab,
+            ));
+        } else {
+            out.hidden.extend_from_slice(transfer::halves(&self.output, transfer::RESULT, rows.len() * width));
+        }
+        Ok(())
+    }
+}
+
+/// Rows that go through the layers together.
+#[derive(Debug, Default)]
+struct Wave {
+    runs: Vec<Run>,
+    rows: usize,
+}
+
+/// Consecutive rows of a chunk.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    chunk: usize,
+    from: usize,
+    len: usize,
+}
+
+fn position(pos: usize) -> Position {
+    Position(u32::try_from(pos).unwrap_or(u32::MAX))
+}
+
+fn to_u32(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn broken(error: CudaError) -> EngineError {
+    EngineError::Device { why: error.to_string() }
+}
+
+/// The rotations of layers that see the window only, and of those that compress.
+fn rotations(device: &Device, config: &ModelConfig, positions: usize) -> Result<((Table, Table), Arena), CudaError> {
+    let stretch = Stretch {
+        original: f64::from(config.yarn.original),
+        factor: config.yarn.factor,
+        beta_fast: f64::from(config.yarn.beta_fast),
+        beta_slow: f64::from(config.yarn.beta_slow),
+    };
+    let bytes = 4 * positions * config.rope_dim;
+    let mut memory = device.arena("rotation tables", 2 * bytes.next_multiple_of(crate::driver::ALIGN))?;
+    let mut table = |base, stretch| {
+        let host = RopeTable::new(&frequencies(config.rope_dim, base, stretch), positions);
+        let mut values = Vec::with_capacity(positions * config.rope_dim);
+        for position in 0..positions {
+            let (cos, sin) = host.row(position);
+            values.extend_from_slice(cos);
+            values.extend_from_slice(sin);
+        }
+        let at = memory.take("a rotation table", bytes)?;
+        // SAFETY: the piece is that long, and nothing runs yet.
+        unsafe { device.upload(&values, at) }?;
+        Ok::<_, CudaError>(Table { at, rope: config.rope_dim })
+    };
+    let tables = (table(config.rope_theta, None)?, table(config.compress_rope_theta, Some(stretch))?);
+    Ok((tables, memory))
+}
+
+impl Engine for CudaEngine {
+    fn facts(&self) -> &EngineFacts {
+        &self.facts
+    }
+
+    fn state_bytes(&self, shape: &SessionShape) -> u64 {
+        self.sizes(shape).bytes(shape) as u64
+    }
+
+    fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
+        if self.ids.contains_key(&session) {
+            return Err(OpenError::AlreadyOpen { session });
+        }
+        let limit = self.facts.max_context;
+        if shape.positions > limit {
+            return Err(OpenError::TooLong { asked: shape.positions, limit });
+        }
+        let last = self.config.layers - 1;
+        if let Some(&got) = shape.boundaries.iter().find(|&&layer| layer == 0 || layer > last) {
+            return Err(OpenError::Boundary { got, last });
+        }
+        if shape.drafting && self.facts.is_tail() && self.facts.draft_block == 0 {
+            return Err(OpenError::NoDrafter { range: self.facts.range });
+        }
+        let (needed, free) = (self.state_bytes(shape), self.max_state_bytes.saturating_sub(self.state_bytes));
+        if needed > free {
+            return Err(OpenError::Memory { needed, free });
+        }
+        self.try_open(session, shape).map_err(|error| {
+            if let CudaError::Memory { free, .. } = error {
+                return OpenError::Memory { needed, free };
+            }
+            OpenError::Device { why: error.to_string() }
+        })
+    }
+
+    fn close(&mut self, session: SessionId) {
+        let Some(slot) = self.ids.remove(&session) else { return };
+        if let Some(state) = self.sessions[slot].take() {
+            self.state_bytes -= state.bytes;
+        }
+    }
+
+    fn forward(&mut self, batch: &[Chunk<'_>], out: &mut Output) -> Result<(), EngineError> {
+        for at in 0..batch.len() {
+            self.check(batch, at)?;
+        }
+        self.device.bind().map_err(broken)?;
+        out.hidden.clear();
+        out.logits.clear();
+        for chunk in batch {
+            // From here on nothing at or above the chunk counts until it is rewritten.
+            self.set_next(chunk.session, to_usize(chunk.pos.0));
+        }
+        let mut wave = Wave::default();
+        for (at, chunk) in batch.iter().enumerate() {
+            let (_, state) = self.state(chunk.session)?;
+            // Rings have room for `reach` rows ahead of what a row reads.
+            let most = state.reach.min(WAVE);
+            let mut from = 0;
+            while from < chunk.ids.len() {
+                let len = (chunk.ids.len() - from).min(most).min(WAVE - wave.rows);
+                wave.runs.push(Run { chunk: at, from, len });
+                wave.rows += len;
+                from += len;
+                if wave.rows == WAVE || from < chunk.ids.len() {
+                    self.wave(batch, &mut wave, out)?;
+                }
+            }
+        }
+        if wave.rows > 0 {
+            self.wave(batch, &mut wave, out)?;
+        }
+        for chunk in batch {
+            self.set_next(chunk.session, to_usize(chunk.pos.0) + chunk.ids.len());
+        }
+        Ok(())
+    }
+
+    fn draft(&mut self, session: SessionId, at: Position, anchor: TokenId) -> Result<Drafts, EngineError> {
+        let (slot, state) = self.state(session)?;
+        let (block, vocab) = (to_usize(self.facts.draft_block), self.config.vocab);
+        let pos = to_usize(at.0);
+        let refuse = |why| Err(EngineError::Draft { pos: at, why });
+        if block == 0 || !state.drafting {
+            return refuse("the session was opened without drafting, or this stage has no drafter");
+        }
+        if pos >= state.next {
+            return refuse("the position is not computed yet");
+        }
+        if pos + state.reach + 1 < state.next {
+            return refuse("the position lies further back than the session's reach");
+        }
+        if to_usize(anchor.0) >= vocab {
+            return Err(EngineError::Token { pos: at.plus(1), got: anchor, vocab });
+        }
+        let row = Row { slot: to_i32(slot), pos: to_i32(pos), id: anchor.0.cast_signed(), spare: 0 };
+        transfer::anchor(&mut self.input, row);
+        self.device.bind().map_err(broken)?;
+        match self.graphs.draft() {
+            Some(graph) => graph.launch(),
+            None => self.enqueue_draft(),
+        }
+        .and_then(|()| self.device.synchronize())
+        .map_err(broken)?;
+        if transfer::failed(&self.output, block).is_some() {
+            return Err(EngineError::NotFinite { range: self.facts.range, pos: at });
+        }
+        Ok(transfer::drafts(&self.output, block))
+    }
+}
+
+const _: () = assert!(DRAFT_BLOCK_MAX as usize <= WAVE && DEFAULT_CONTEXT > 0, "a block is a wave");
