@@ -15,6 +15,10 @@ pub const COPIES_UNDER_WAY: usize = 16;
 /// Positions of a copy, at most.
 pub const COPY_POSITIONS_MAX: u32 = 64;
 
+/// Positions of a copy, at least: fewer wait for more. A shadow lacks so many more, and costs the stage in
+/// front a frame less for each.
+pub const COPY_POSITIONS_MIN: u32 = 4;
+
 /// Frames that a shadow computes between two reports.
 pub const REPORT_EVERY: u32 = 4;
 
@@ -76,7 +80,7 @@ impl Copies {
             let room = self.sessions.get(&session).filter(|progress| progress.under_way.len() < COPIES_UNDER_WAY);
             if let (Some(progress), Some(end)) = (room, finals(session)) {
                 let to = end.min(progress.sent.plus(COPY_POSITIONS_MAX));
-                if progress.sent < to {
+                if to.0.saturating_sub(progress.sent.0) >= COPY_POSITIONS_MIN {
                     return Some((session, progress.sent..to));
                 }
             }
@@ -124,28 +128,30 @@ mod tests {
         assert_eq!(sent(&mut copies, 70), [(0, 64), (64, 70)]);
         copies.handle_grown(S);
         assert_eq!(sent(&mut copies, 70), []);
-        for end in 71..100 {
+        let room = (COPIES_UNDER_WAY as u32 - 2) * COPY_POSITIONS_MIN;
+        for more in 1..100 {
             copies.handle_grown(S);
-            let got = sent(&mut copies, end);
-            assert_eq!(got.is_empty(), end > 70 + COPIES_UNDER_WAY as u32 - 2, "{end}: {got:?}");
+            let got = sent(&mut copies, 70 + more);
+            let goes = more <= room && more % COPY_POSITIONS_MIN == 0;
+            assert_eq!(!got.is_empty(), goes, "{more}: {got:?}");
         }
         copies.handle_shadowed(S, Position(70), false);
-        assert_eq!(sent(&mut copies, 100), [(84, 100)], "what waited goes in one frame");
+        assert_eq!(sent(&mut copies, 180), [(126, 180)], "what waited goes in one frame");
     }
 
     #[test]
     fn what_could_not_be_sent_or_was_lost_is_sent_later() {
         let mut copies = Copies::default();
         copies.handle_shadowed(S, Position(3), true);
-        let (session, range) = copies.poll(|_| Some(Position(5))).unwrap();
+        let (session, range) = copies.poll(|_| Some(Position(9))).unwrap();
         copies.handle_sent(session, range.end, false);
-        assert_eq!(copies.poll(|_| Some(Position(5))), None, "not at once");
+        assert_eq!(copies.poll(|_| Some(Position(9))), None, "not at once");
         copies.handle_grown(S);
-        assert_eq!(sent(&mut copies, 6), [(3, 6)]);
+        assert_eq!(sent(&mut copies, 10), [(3, 10)]);
         copies.handle_shadowed(S, Position(4), true);
-        assert_eq!(sent(&mut copies, 6), [(4, 6)]);
+        assert_eq!(sent(&mut copies, 10), [(4, 10)]);
         copies.remove(S);
         copies.handle_grown(S);
-        assert_eq!(sent(&mut copies, 9), []);
+        assert_eq!(sent(&mut copies, 19), []);
     }
 }
