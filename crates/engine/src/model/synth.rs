@@ -71,7 +71,7 @@ pub fn write(plan: &Plan<'_>, dir: &Path) -> Result<Written, ModelError> {
     Ok(Written { shards: shards.len(), tensors, bytes })
 }
 
-/// Bytes of the tensors that [`write`] would write.
+/// Bytes of the tensors that [`write()`] would write.
 ///
 /// # Errors
 /// [`ModelError`] for a configuration or range that can't be.
