@@ -13,7 +13,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 repo=$(git -C "$here" rev-parse --show-toplevel)
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$repo/target}
 # They are built once and run once: quick to build counts.
-export CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_PROFILE_DEV_DEBUG=false
+export CARGO_PROFILE_DEV_DEBUG=false
 # Always the same folder, so that a second run finds what the first one built.
 scratch=$CARGO_TARGET_DIR/mutants
 rm -rf "$scratch"
