@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use ringfence_engine::engine::admit::{self, Progress, Run};
 use ringfence_engine::engine::cpu::kernel::rope::{RopeTable, Stretch, frequencies};
 use ringfence_engine::engine::cpu::{DEFAULT_CONTEXT, DRAFT_BLOCK_MAX};
 use ringfence_engine::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
@@ -366,40 +367,17 @@ impl CudaEngine {
 
     /// Refuses a chunk that can't be computed, before anything is.
     fn check(&self, batch: &[Chunk<'_>], at: usize) -> Result<(), EngineError> {
-        let chunk = &batch[at];
-        let session = chunk.session;
-        let (_, state) = self.state(session)?;
-        if batch[..at].iter().any(|other| other.session == session) {
-            return Err(EngineError::Twice { session });
-        }
-        let row = self.config.hc * self.config.dim;
-        let expected = if self.facts.is_head() { 0 } else { chunk.ids.len() * row };
-        let got = chunk.hidden.map_or(0, <[_]>::len);
-        if chunk.ids.is_empty() || got != expected || chunk.hidden.is_some() == self.facts.is_head() {
-            return Err(EngineError::Shape { ids: chunk.ids.len(), got, expected });
-        }
-        let (pos, len) = (to_usize(chunk.pos.0), chunk.ids.len());
-        let end = to_usize(state.shape.positions);
-        if pos > state.next || pos + len > end {
-            let len = u32::try_from(len).unwrap_or(u32::MAX);
-            return Err(EngineError::Range { pos: chunk.pos, len, next: position(state.next), end: position(end) });
-        }
-        if pos + state.reach < state.next {
-            return Err(EngineError::Reach { pos: chunk.pos, next: position(state.next), reach: state.shape.reach });
-        }
-        let vocab = self.config.vocab;
-        match chunk.ids.iter().position(|id| to_usize(id.0) >= vocab) {
-            Some(k) => Err(EngineError::Token { pos: position(pos + k), got: chunk.ids[k], vocab }),
-            None => Ok(()),
-        }
+        let (_, state) = self.state(batch[at].session)?;
+        let progress = Progress { shape: &state.shape, next: state.next, reach: state.reach };
+        admit::chunk(&self.facts, batch, at, progress)
     }
 
     /// Runs one wave and appends what it gives.
-    fn wave(&mut self, batch: &[Chunk<'_>], wave: &mut Wave, out: &mut Output) -> Result<(), EngineError> {
+    fn wave(&mut self, batch: &[Chunk<'_>], wave: &[Run], out: &mut Output) -> Result<(), EngineError> {
         let width = self.config.hc * self.config.dim;
-        let (mut rows, mut picks) = (Vec::with_capacity(wave.rows), Vec::new());
+        let (mut rows, mut picks) = (Vec::with_capacity(WAVE), Vec::new());
         let mut drafting = false;
-        for run in wave.runs.drain(..) {
+        for run in wave {
             let chunk = &batch[run.chunk];
             let (slot, state) = self.state(chunk.session)?;
             drafting |= state.drafting;
@@ -417,7 +395,6 @@ impl CudaEngine {
                 transfer::hidden(&mut self.input, first * width, part);
             }
         }
-        wave.rows = 0;
         transfer::rows(&mut self.input, &rows, &picks);
         // A captured wave moves windows on where there are any, which the device finds out.
         let captured = Shape { rows: rows.len(), logits: picks.len(), drafting: self.facts.draft_block > 0 };
@@ -442,21 +419,6 @@ impl CudaEngine {
         }
         Ok(())
     }
-}
-
-/// Rows that go through the layers together.
-#[derive(Debug, Default)]
-struct Wave {
-    runs: Vec<Run>,
-    rows: usize,
-}
-
-/// Consecutive rows of a chunk.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    chunk: usize,
-    from: usize,
-    len: usize,
 }
 
 fn position(pos: usize) -> Position {
@@ -508,20 +470,7 @@ impl Engine for CudaEngine {
     }
 
     fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
-        if self.ids.contains_key(&session) {
-            return Err(OpenError::AlreadyOpen { session });
-        }
-        let limit = self.facts.max_context;
-        if shape.positions > limit {
-            return Err(OpenError::TooLong { asked: shape.positions, limit });
-        }
-        let last = self.config.layers - 1;
-        if let Some(&got) = shape.boundaries.iter().find(|&&layer| layer == 0 || layer > last) {
-            return Err(OpenError::Boundary { got, last });
-        }
-        if shape.drafting && self.facts.is_tail() && self.facts.draft_block == 0 {
-            return Err(OpenError::NoDrafter { range: self.facts.range });
-        }
+        admit::session(&self.facts, (session, self.ids.contains_key(&session)), shape)?;
         let (needed, free) = (self.state_bytes(shape), self.max_state_bytes.saturating_sub(self.state_bytes));
         if needed > free {
             return Err(OpenError::Memory { needed, free });
@@ -552,24 +501,11 @@ impl Engine for CudaEngine {
             // From here on nothing at or above the chunk counts until it is rewritten.
             self.set_next(chunk.session, to_usize(chunk.pos.0));
         }
-        let mut wave = Wave::default();
-        for (at, chunk) in batch.iter().enumerate() {
-            let (_, state) = self.state(chunk.session)?;
-            // Rings have room for `reach` rows ahead of what a row reads.
-            let most = state.reach.min(WAVE);
-            let mut from = 0;
-            while from < chunk.ids.len() {
-                let len = (chunk.ids.len() - from).min(most).min(WAVE - wave.rows);
-                wave.runs.push(Run { chunk: at, from, len });
-                wave.rows += len;
-                from += len;
-                if wave.rows == WAVE || from < chunk.ids.len() {
-                    self.wave(batch, &mut wave, out)?;
-                }
-            }
-        }
-        if wave.rows > 0 {
-            self.wave(batch, &mut wave, out)?;
+        // Rings have room for `reach` rows ahead of what a row reads.
+        let sizes = |chunk: &Chunk<'_>| self.state(chunk.session).map(|(_, state)| (chunk.ids.len(), state.reach));
+        let runs = admit::cut(batch.iter().map(sizes), WAVE)?;
+        for wave in admit::waves(&runs) {
+            self.wave(batch, wave, out)?;
         }
         for chunk in batch {
             self.set_next(chunk.session, to_usize(chunk.pos.0) + chunk.ids.len());

@@ -5,6 +5,7 @@
 //! a whole model in one process.
 //! An engine knows no socket, no frame and no ring.
 
+pub mod admit;
 pub mod cpu;
 pub mod sample;
 pub mod solo;

@@ -30,6 +30,7 @@ use self::kernel::pool::Pool;
 use self::load::Weights;
 use self::scratch::Scratch;
 use self::state::{SessionState, Sizes, to_usize};
+use super::admit::{self, Progress};
 use super::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
 use crate::ids::{LayerRange, Position, SessionId, TokenId};
 use crate::model::{Checkpoint, ModelConfig, ModelError};
@@ -163,32 +164,10 @@ impl CpuEngine {
 
     /// Refuses a chunk that can't be computed, before anything is.
     fn check(&self, batch: &[Chunk<'_>], at: usize) -> Result<(), EngineError> {
-        let chunk = &batch[at];
-        let session = chunk.session;
+        let session = batch[at].session;
         let state = self.state(self.slot(session)?).ok_or(EngineError::NotOpen { session })?;
-        if batch[..at].iter().any(|other| other.session == session) {
-            return Err(EngineError::Twice { session });
-        }
-        let row = self.config.hc * self.config.dim;
-        let expected = if self.facts.is_head() { 0 } else { chunk.ids.len() * row };
-        let got = chunk.hidden.map_or(0, <[_]>::len);
-        if chunk.ids.is_empty() || got != expected || chunk.hidden.is_some() == self.facts.is_head() {
-            return Err(EngineError::Shape { ids: chunk.ids.len(), got, expected });
-        }
-        let (pos, len) = (to_usize(chunk.pos.0), chunk.ids.len());
-        let end = to_usize(state.shape.positions);
-        if pos > state.next || pos + len > end {
-            let len = u32::try_from(len).unwrap_or(u32::MAX);
-            return Err(EngineError::Range { pos: chunk.pos, len, next: position(state.next), end: position(end) });
-        }
-        if pos + state.reach < state.next {
-            return Err(EngineError::Reach { pos: chunk.pos, next: position(state.next), reach: state.shape.reach });
-        }
-        let vocab = self.config.vocab;
-        match chunk.ids.iter().position(|id| to_usize(id.0) >= vocab) {
-            Some(k) => Err(EngineError::Token { pos: position(pos + k), got: chunk.ids[k], vocab }),
-            None => Ok(()),
-        }
+        let progress = Progress { shape: &state.shape, next: state.next, reach: state.reach };
+        admit::chunk(&self.facts, batch, at, progress)
     }
 }
 
@@ -228,20 +207,7 @@ impl Engine for CpuEngine {
     }
 
     fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
-        if self.ids.contains_key(&session) {
-            return Err(OpenError::AlreadyOpen { session });
-        }
-        let limit = self.facts.max_context;
-        if shape.positions > limit {
-            return Err(OpenError::TooLong { asked: shape.positions, limit });
-        }
-        let last = self.config.layers - 1;
-        if let Some(&got) = shape.boundaries.iter().find(|&&layer| layer == 0 || layer > last) {
-            return Err(OpenError::Boundary { got, last });
-        }
-        if shape.drafting && self.facts.is_tail() && self.facts.draft_block == 0 {
-            return Err(OpenError::NoDrafter { range: self.facts.range });
-        }
+        admit::session(&self.facts, (session, self.ids.contains_key(&session)), shape)?;
         let (needed, free) = (self.state_bytes(shape), self.max_state_bytes.saturating_sub(self.state_bytes));
         if needed > free {
             return Err(OpenError::Memory { needed, free });

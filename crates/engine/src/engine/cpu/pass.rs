@@ -9,6 +9,7 @@ use super::ops::Ctx;
 use super::scratch::Scratch;
 use super::state::{SessionState, to_usize};
 use super::{CpuEngine, layer, position, tail};
+use crate::engine::admit::{self, Run};
 use crate::engine::wire::Wire;
 use crate::engine::{Chunk, EngineError, Output};
 use crate::ids::WireEncoding;
@@ -51,21 +52,6 @@ impl Parts<'_> {
     }
 }
 
-/// The wave under construction: rows of one or more chunks in batch order.
-#[derive(Debug, Default)]
-struct Wave {
-    /// Chunk and first token of each run of rows.
-    runs: Vec<Run>,
-    rows: usize,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    chunk: usize,
-    from: usize,
-    len: usize,
-}
-
 impl CpuEngine {
     pub(super) fn parts(&mut self) -> Parts<'_> {
         Parts {
@@ -85,25 +71,15 @@ impl CpuEngine {
             // From here on nothing at or above the chunk counts until it is rewritten.
             Parts::state(&mut self.sessions, slot).next = to_usize(chunk.pos.0);
         }
-        let mut wave = Wave::default();
-        for (at, chunk) in batch.iter().enumerate() {
-            let slot = self.slot(chunk.session)?;
-            let state = Parts::state(&mut self.sessions, slot);
-            // Rings have room for `reach` rows ahead of what a row reads.
-            let most = state.reach.min(WAVE_ROWS_MAX);
-            let mut from = 0;
-            while from < chunk.ids.len() {
-                let len = (chunk.ids.len() - from).min(most).min(WAVE_ROWS_MAX - wave.rows);
-                wave.runs.push(Run { chunk: at, from, len });
-                wave.rows += len;
-                from += len;
-                if wave.rows == WAVE_ROWS_MAX || from < chunk.ids.len() {
-                    self.wave(batch, &mut wave, out)?;
-                }
-            }
-        }
-        if wave.rows > 0 {
-            self.wave(batch, &mut wave, out)?;
+        // Rings have room for `reach` rows ahead of what a row reads.
+        let sizes = |chunk: &Chunk<'_>| {
+            let session = chunk.session;
+            let state = self.state(self.slot(session)?).ok_or(EngineError::NotOpen { session })?;
+            Ok((chunk.ids.len(), state.reach))
+        };
+        let runs = admit::cut(batch.iter().map(sizes), WAVE_ROWS_MAX)?;
+        for wave in admit::waves(&runs) {
+            self.wave(batch, wave, out)?;
         }
         for chunk in batch {
             let slot = self.slot(chunk.session)?;
@@ -112,8 +88,8 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Runs one wave and empties it.
-    fn wave(&mut self, batch: &[Chunk<'_>], wave: &mut Wave, out: &mut Output) -> Result<(), EngineError> {
+    /// Runs one wave.
+    fn wave(&mut self, batch: &[Chunk<'_>], wave: &[Run], out: &mut Output) -> Result<(), EngineError> {
         self.fill(batch, wave)?;
         let (head, is_tail) = (self.facts.is_head(), self.facts.is_tail());
         let mut parts = self.parts();
@@ -132,19 +108,17 @@ impl CpuEngine {
             finite(&parts)?;
             out.hidden.extend_from_slice(&parts.scratch.hidden);
         }
-        wave.runs.clear();
-        wave.rows = 0;
         Ok(())
     }
 
     /// Fills the scratch with a wave's rows and, past the head, their hidden states.
-    fn fill(&mut self, batch: &[Chunk<'_>], wave: &Wave) -> Result<(), EngineError> {
+    fn fill(&mut self, batch: &[Chunk<'_>], wave: &[Run]) -> Result<(), EngineError> {
         let width = self.config.hc * self.config.dim;
         let scratch = &mut self.scratch;
         scratch.rows.clear();
         scratch.hidden.clear();
         scratch.logit_rows.clear();
-        for run in &wave.runs {
+        for run in wave {
             let chunk = &batch[run.chunk];
             let session = chunk.session;
             let slot = self.ids.get(&session).copied().ok_or(EngineError::NotOpen { session })?;
