@@ -5,6 +5,10 @@
 //! into the network are in it, what the shadow takes in and computes is not. The same ring serves the same
 //! request without and with a shadow of each stage in turn; medians, and the median of the ratios of runs
 //! that are next to one another.
+//!
+//! Once more with a shadow that takes in every copy, reports, and computes nothing: a shadow is meant for a
+//! machine of its own, and one that computes beside the ring takes the caches and the shared core from it,
+//! which is counted as the ring's time. What remains is what the ring itself does for a shadow.
 
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a bench prints, and stops at the first surprise")]
 
@@ -22,7 +26,9 @@ use ringfence::config::{Admit, CoordinatorSettings, DEAD_AFTER, HEARTBEAT, MAX_S
 use ringfence::coordinator::handle::Coordinator;
 use ringfence::coordinator::job::{Mode, ModelFacts, Serve};
 use ringfence::coordinator::run::{CoordinatorParts, ModelShape, start};
-use ringfence::ids::{TokenId, WireEncoding};
+use ringfence::engine::cpu::CpuEngine;
+use ringfence::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
+use ringfence::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
 use ringfence::node::journal::JournalConfig;
 use ringfence::node::membership::Obey;
 use ringfence::node::serve::{StageParts, serve};
@@ -48,6 +54,63 @@ struct Args {
     /// What `cargo bench` adds
     #[arg(long, hide = true)]
     bench: bool,
+    /// Serve as the shadow that computes nothing, of this range
+    #[arg(long, hide = true, requires = "coordinator")]
+    absent: Option<LayerRange>,
+    /// Whose ring that is
+    #[arg(long, hide = true)]
+    coordinator: Option<Multiaddr>,
+}
+
+/// An engine that holds sessions and computes nothing: its hidden states are zeros.
+struct Absent(CpuEngine);
+
+impl Engine for Absent {
+    fn facts(&self) -> &EngineFacts {
+        self.0.facts()
+    }
+
+    fn state_bytes(&self, shape: &SessionShape) -> u64 {
+        self.0.state_bytes(shape)
+    }
+
+    fn open(&mut self, session: SessionId, shape: &SessionShape) -> Result<(), OpenError> {
+        self.0.open(session, shape)
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.0.close(session);
+    }
+
+    fn forward(&mut self, batch: &[Chunk<'_>], out: &mut Output) -> Result<(), EngineError> {
+        let facts = self.0.facts();
+        let positions: usize = batch.iter().map(|chunk| chunk.ids.len()).sum();
+        out.logits.clear();
+        out.hidden.clear();
+        let values = if facts.is_tail() { 0 } else { positions * facts.hc * facts.dim };
+        out.hidden.resize(values, half::bf16::ZERO);
+        Ok(())
+    }
+
+    fn draft(&mut self, session: SessionId, at: Position, anchor: TokenId) -> Result<Drafts, EngineError> {
+        self.0.draft(session, at, anchor)
+    }
+}
+
+fn stage_settings(obey: Obey, coordinator: Option<Multiaddr>, shadow: bool) -> StageSettings {
+    StageSettings {
+        coordinator,
+        obey,
+        max_sessions: MAX_SESSIONS,
+        encodings: vec![WireEncoding::Fp8],
+        announce: Vec::new(),
+        dial_scope: Scope::Loopback,
+        spare: shadow,
+        shadow,
+        heartbeat: HEARTBEAT,
+        dead_after: DEAD_AFTER,
+        journal: JournalConfig::default(),
+    }
 }
 
 /// A ring in this process.
@@ -70,19 +133,7 @@ impl Ring {
             let engine = Box::new(engine(&checkpoint, range));
             let (model_digest, stop) = (checkpoint.digest(), stopped.clone());
             let parts = StageParts { engine, link, events, model_digest, stop, observer: None };
-            let settings = StageSettings {
-                coordinator: None,
-                obey: Obey::Peers([local.peer].into()),
-                max_sessions: MAX_SESSIONS,
-                encodings: vec![WireEncoding::Fp8],
-                announce: Vec::new(),
-                dial_scope: Scope::Loopback,
-                spare: false,
-                shadow: false,
-                heartbeat: HEARTBEAT,
-                dead_after: DEAD_AFTER,
-                journal: JournalConfig::default(),
-            };
+            let settings = stage_settings(Obey::Peers([local.peer].into()), None, false);
             tokio::spawn(async move { serve(parts, &settings).await.unwrap() });
         }
         let settings = CoordinatorSettings { stages, admit: Admit::Anyone, ..CoordinatorSettings::default() };
@@ -135,22 +186,30 @@ fn cpu() -> Duration {
     Duration::try_from(time).unwrap()
 }
 
+/// What is beside the ring.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// `stage --spare --shadow`.
+    Stage,
+    /// The one that computes nothing.
+    Absent,
+}
+
 /// A shadow, as a process that ends with this value.
 struct Shadow(Child);
 
 impl Shadow {
-    fn start(range: &str, coordinator: &Multiaddr) -> Self {
-        let args = ["--range", range, "--spare", "--shadow", "--threads", "1", "--coordinator"];
-        let mut command = Command::new(env!("CARGO_BIN_EXE_stage"));
-        Self(
-            command
-                .args(args)
-                .arg(coordinator.to_string())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap(),
-        )
+    fn start(kind: Kind, range: &str, coordinator: &Multiaddr) -> Self {
+        let mut command = match kind {
+            Kind::Stage => Command::new(env!("CARGO_BIN_EXE_stage")),
+            Kind::Absent => Command::new(std::env::current_exe().unwrap()),
+        };
+        match kind {
+            Kind::Stage => command.args(["--range", range, "--spare", "--shadow", "--threads", "1"]),
+            Kind::Absent => command.args(["--absent", range]),
+        };
+        command.arg("--coordinator").arg(coordinator.to_string());
+        Self(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
     }
 }
 
@@ -170,13 +229,14 @@ async fn measure(args: &Args) {
     let ring = Ring::start().await;
     let (runs, tokens) = (args.runs, args.tokens);
     println!("{tokens} tokens, medians of {runs} interleaved pairs; processor time of the ring alone, µs a token");
-    println!("{:<24} {:>10} {:>10} {:>10}", "shadowed", "without", "with", "more");
-    for range in CUT.split(' ') {
+    println!("{:<32} {:>10} {:>10} {:>10}", "shadowed", "without", "with", "more");
+    let kinds = [Kind::Absent, Kind::Stage];
+    for (kind, range) in kinds.iter().flat_map(|kind| CUT.split(' ').map(move |range| (*kind, range))) {
         for mode in [Mode::Plain, Mode::Pipelined] {
             let mut pairs = Vec::new();
             for _ in 0..runs {
                 let without = ring.run(tokens, mode).await;
-                let shadow = Shadow::start(range, &ring.address);
+                let shadow = Shadow::start(kind, range, &ring.address);
                 ring.shadowed(true).await;
                 // A first one, so that the hop to the shadow stands.
                 ring.run(16, mode).await;
@@ -187,14 +247,30 @@ async fn measure(args: &Args) {
             }
             let of = |read: fn(&(f64, f64)) -> f64| median(pairs.iter().map(read).collect());
             let more = (of(|(without, with)| with / without) - 1.0) * 100.0;
-            let name = format!("{range}, {mode:?}");
-            println!("{name:<24} {:>10.0} {:>10.0} {more:>9.1}%", of(|pair| pair.0), of(|pair| pair.1));
+            let name = match kind {
+                Kind::Stage => format!("{range}, {mode:?}, by a stage"),
+                Kind::Absent => format!("{range}, {mode:?}, the ring's part"),
+            };
+            println!("{name:<32} {:>10.0} {:>10.0} {more:>9.1}%", of(|pair| pair.0), of(|pair| pair.1));
         }
     }
+}
+
+/// Serves as a shadow that computes nothing, until it is killed.
+async fn be_absent(range: LayerRange, coordinator: Multiaddr) {
+    let checkpoint = tiny();
+    let (link, events) = QuicLink::start(QuicSettings::new(Keypair::generate_ed25519())).await.unwrap();
+    let (_stop, stop) = watch::channel(false);
+    let engine = Box::new(Absent(engine(&checkpoint, range)));
+    let parts = StageParts { engine, link, events, model_digest: checkpoint.digest(), stop, observer: None };
+    serve(parts, &stage_settings(Obey::Anyone, Some(coordinator), true)).await.unwrap();
 }
 
 fn main() {
     let args = Args::parse();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(measure(&args));
+    match (args.absent, args.coordinator.clone()) {
+        (Some(range), Some(coordinator)) => runtime.block_on(be_absent(range, coordinator)),
+        _ => runtime.block_on(measure(&args)),
+    }
 }

@@ -17,7 +17,7 @@ pub const COPY_POSITIONS_MAX: u32 = 64;
 
 /// Positions of a copy, at least: fewer wait for more. A shadow lacks so many more, and costs the stage in
 /// front a frame less for each.
-pub const COPY_POSITIONS_MIN: u32 = 4;
+pub const COPY_POSITIONS_MIN: u32 = 16;
 
 /// Frames that a shadow computes between two reports.
 pub const REPORT_EVERY: u32 = 4;
@@ -125,33 +125,35 @@ mod tests {
         copies.handle_grown(S);
         assert_eq!(sent(&mut copies, 10), [], "it has not asked");
         copies.handle_shadowed(S, Position(0), true);
-        assert_eq!(sent(&mut copies, 70), [(0, 64), (64, 70)]);
+        assert_eq!(sent(&mut copies, 70), [(0, 64)], "fewer than a copy wait for more");
+        assert_eq!(sent(&mut copies, 80), [], "nothing was said to have grown");
         copies.handle_grown(S);
-        assert_eq!(sent(&mut copies, 70), []);
+        assert_eq!(sent(&mut copies, 80), [(64, 80)]);
         let room = (COPIES_UNDER_WAY as u32 - 2) * COPY_POSITIONS_MIN;
-        for more in 1..100 {
+        for more in 1..2 * room {
             copies.handle_grown(S);
-            let got = sent(&mut copies, 70 + more);
+            let got = sent(&mut copies, 80 + more);
             let goes = more <= room && more % COPY_POSITIONS_MIN == 0;
             assert_eq!(!got.is_empty(), goes, "{more}: {got:?}");
         }
-        copies.handle_shadowed(S, Position(70), false);
-        assert_eq!(sent(&mut copies, 180), [(126, 180)], "what waited goes in one frame");
+        copies.handle_shadowed(S, Position(80), false);
+        let (from, to) = (80 + room, 80 + room + 54);
+        assert_eq!(sent(&mut copies, to), [(from, to)], "what waited goes in one frame");
     }
 
     #[test]
     fn what_could_not_be_sent_or_was_lost_is_sent_later() {
         let mut copies = Copies::default();
         copies.handle_shadowed(S, Position(3), true);
-        let (session, range) = copies.poll(|_| Some(Position(9))).unwrap();
+        let (session, range) = copies.poll(|_| Some(Position(29))).unwrap();
         copies.handle_sent(session, range.end, false);
-        assert_eq!(copies.poll(|_| Some(Position(9))), None, "not at once");
+        assert_eq!(copies.poll(|_| Some(Position(29))), None, "not at once");
         copies.handle_grown(S);
-        assert_eq!(sent(&mut copies, 10), [(3, 10)]);
+        assert_eq!(sent(&mut copies, 30), [(3, 30)]);
         copies.handle_shadowed(S, Position(4), true);
-        assert_eq!(sent(&mut copies, 10), [(4, 10)]);
+        assert_eq!(sent(&mut copies, 30), [(4, 30)]);
         copies.remove(S);
         copies.handle_grown(S);
-        assert_eq!(sent(&mut copies, 19), []);
+        assert_eq!(sent(&mut copies, 59), []);
     }
 }

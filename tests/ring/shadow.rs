@@ -22,8 +22,9 @@ const PROMPT: usize = 60;
 const NEW: u32 = 240;
 /// Tokens that are read before a stage is killed.
 const READ_FIRST: usize = 50;
-/// What a shadow may lack when its stage is killed: what is in flight, and what it is just computing.
-const BEHIND: usize = 20;
+/// What a shadow may lack when its stage is killed: less than a copy, what is in flight, and what it is just
+/// computing.
+const BEHIND: usize = 32;
 /// Positions that are computed again at most: what the shadow lacked, and what was committed until the ring
 /// stood. Without it, more than a hundred.
 const AGAIN: u64 = BEHIND as u64 + 24;
