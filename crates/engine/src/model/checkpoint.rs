@@ -86,7 +86,7 @@ impl Checkpoint {
     /// # Errors
     /// [`ModelError`] where the build embedded files that contradict each other.
     pub fn tiny() -> Result<Self, ModelError> {
-        Self::from_source(TINY.to_owned(), Source::Tiny)
+        Self::from_source(TINY.to_owned(), Source::tiny())
     }
 
     /// Opens the directory of a checkpoint.

@@ -35,8 +35,25 @@ static TINY_FILES: &[(&str, &[u8])] = embed![
 pub enum Source {
     /// Files of a directory.
     Dir(PathBuf),
-    /// The model in the program itself.
-    Tiny,
+    /// The model in the program itself. Only [`Source::tiny`] names it: a program that never asks for it
+    /// does not have it.
+    Embedded(Embedded),
+}
+
+/// Files in the program, by name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Embedded(&'static [(&'static str, &'static [u8])]);
+
+impl std::fmt::Debug for Embedded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|(name, _)| name)).finish()
+    }
+}
+
+impl Embedded {
+    fn get(self, file: &str) -> Option<&'static [u8]> {
+        self.0.iter().find(|(name, _)| *name == file).map(|(_, bytes)| *bytes)
+    }
 }
 
 /// The bytes of one shard, mapped or embedded; pages are read when they are touched.
@@ -60,12 +77,18 @@ impl ShardBytes {
 }
 
 impl Source {
+    /// The model in the program itself.
+    #[must_use]
+    pub fn tiny() -> Self {
+        Self::Embedded(Embedded(TINY_FILES))
+    }
+
     /// How a file of this source is called in messages.
     #[must_use]
     pub fn label(&self, file: &str) -> String {
         match self {
             Self::Dir(dir) => dir.join(file).display().to_string(),
-            Self::Tiny => format!("{TINY}/{file}"),
+            Self::Embedded(_) => format!("{TINY}/{file}"),
         }
     }
 
@@ -76,7 +99,7 @@ impl Source {
     pub fn read(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, ModelError> {
         match self {
             Self::Dir(dir) => read_file(&dir.join(file), limit),
-            Self::Tiny => Ok(embedded(file).map(<[u8]>::to_vec)),
+            Self::Embedded(files) => Ok(files.get(file).map(<[u8]>::to_vec)),
         }
     }
 
@@ -91,7 +114,7 @@ impl Source {
                 Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
                 Err(error) => Err(io(&dir.join(file), &error)),
             },
-            Self::Tiny => Ok(embedded(file).map(|bytes| bytes.len() as u64)),
+            Self::Embedded(files) => Ok(files.get(file).map(|bytes| bytes.len() as u64)),
         }
     }
 
@@ -102,7 +125,7 @@ impl Source {
     pub fn map(&self, file: &str) -> Result<Option<ShardBytes>, ModelError> {
         let dir = match self {
             Self::Dir(dir) => dir,
-            Self::Tiny => return Ok(embedded(file).map(ShardBytes::Static)),
+            Self::Embedded(files) => return Ok(files.get(file).map(ShardBytes::Static)),
         };
         let path = dir.join(file);
         let handle = match File::open(&path) {
@@ -119,10 +142,6 @@ impl Source {
         let map = unsafe { Mmap::map(&handle) }.map_err(|error| io(&path, &error))?;
         Ok(Some(ShardBytes::Mapped(Arc::new(map))))
     }
-}
-
-fn embedded(file: &str) -> Option<&'static [u8]> {
-    TINY_FILES.iter().find(|(name, _)| *name == file).map(|(_, bytes)| *bytes)
 }
 
 fn io(path: &Path, error: &std::io::Error) -> ModelError {
