@@ -16,6 +16,7 @@ use crate::cli::answer::Answer;
 use crate::cli::churn::show::{Show, Shown};
 use crate::cli::client::{Client, ClientError};
 use crate::cli::console::{self, Failure, Signals};
+use crate::cli::device::DeviceName;
 use crate::cli::ids::read_ids;
 use crate::cli::ring::{LocalRing, LocalRingOptions, LocalStage, interrupted, with_ring};
 use crate::cli::screen::Screen;
@@ -94,6 +95,9 @@ pub struct DemoArgs {
     /// Threads of each stage's engine
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub threads: usize,
+    /// Where stages compute, cpu or cuda:N: one for all, or one for each, head first, such as cpu,cuda:0,cpu
+    #[arg(long, value_name = "DEVICE", value_delimiter = ',', default_value = "cpu")]
+    pub device: Vec<String>,
     /// Put every hop behind an emulated network, such as rtt=40ms,loss=0.1%,rate=50mbit; each hop
     /// has it to itself
     #[arg(long, value_name = "SETTINGS")]
@@ -165,6 +169,7 @@ impl Demo {
             model: args.model.clone(),
             cut: self.cut.clone(),
             spares: if args.churn { self.cut.clone() } else { Vec::new() },
+            devices: args.device.clone(),
             log: false,
             own_hops: false,
             wire: args.wire,
@@ -322,6 +327,12 @@ fn check(args: &DemoArgs, prompt: &[TokenId], config: &ModelConfig) -> Result<()
         let error = SubmitError::TooLong { prompt: tokens, max_new: args.max_new, context };
         return Err(Failure::new("config", error));
     }
+    if ![1, usize::from(args.stages)].contains(&args.device.len()) {
+        let (names, got, stages) = (args.device.join(","), args.device.len(), args.stages);
+        let why = format!("--device {names}: {got} devices, expected 1 or {stages}, one to a stage");
+        return Err(Failure::new("config", why));
+    }
+    args.device.iter().try_for_each(|device| device.parse::<DeviceName>().map(|_| ()))?;
     if !(0.0..=2.0).contains(&args.temperature) {
         return Err(Failure::new("config", format!("--temperature {}: expected 0 to 2", args.temperature)));
     }

@@ -107,9 +107,10 @@ impl Wanted {
             return Err(Failure::new("memory", why));
         }
         let (bytes, count) = engine.graphs();
+        let budget = self.settings().graph_bytes;
         let weights = facts.weight_bytes;
         console::note(&format!(
-            "{}: {weights} bytes of weights, {count} graphs of {bytes} bytes, {free} bytes free for sessions",
+            "{}: {weights} bytes of weights, {count} graphs of {bytes} bytes ({budget} at most), {free} bytes free for sessions",
             facts.device
         ));
         Ok(engine)

@@ -40,6 +40,9 @@ pub struct LocalRingOptions {
     pub cut: Vec<LayerRange>,
     /// Ranges of stages that wait to replace others.
     pub spares: Vec<LayerRange>,
+    /// Where stages compute, by their place in the cut, in turn; a spare computes where the stage does.
+    /// Empty: on the processor.
+    pub devices: Vec<String>,
     /// Wire encoding.
     pub wire: WireEncoding,
     /// Frames in flight per session, at most.
@@ -165,7 +168,8 @@ impl LocalRing {
             // The proxy's address must be known before that of the stage behind it.
             let proxy = options.wan.as_ref().map(|_| Proxy::bind(LOOPBACK)).transpose().map_err(Failure::of("wan"))?;
             let announce = proxy.as_ref().map(|proxy| quic_address(proxy.address()));
-            let child = spawn_stage(options, (*range, spare), (&identity, coordinator), announce)?;
+            let place = at % options.cut.len().max(1);
+            let child = spawn_stage(options, (*range, spare, place), (&identity, coordinator), announce)?;
             let (peer, range) = (String::new(), *range);
             ring.stages.push(LocalStage { peer, range, spare, child, proxy, wan: None, coordinator_wan: None });
         }
@@ -237,7 +241,7 @@ impl LocalRing {
 
 fn spawn_stage(
     options: &LocalRingOptions,
-    (range, spare): (LayerRange, bool),
+    (range, spare, place): (LayerRange, bool, usize),
     (identity, coordinator): (&Path, PeerId),
     announce: Option<Multiaddr>,
 ) -> Result<Child, Failure> {
@@ -248,6 +252,9 @@ fn spawn_stage(
     flag("--identity", identity.display().to_string());
     flag("--allow", coordinator.to_string());
     flag("--threads", options.threads.to_string());
+    if let Some(device) = options.devices.iter().cycle().nth(place) {
+        flag("--device", device.clone());
+    }
     if let Some(address) = announce {
         flag("--announce", address.to_string());
     }

@@ -81,6 +81,7 @@ fn score_locally(args: &ScoreArgs, ids: &[TokenId]) -> Result<ScoreReport, Failu
         model: args.model.clone(),
         cut,
         spares: Vec::new(),
+        devices: Vec::new(),
         log: false,
         own_hops: false,
         wire,

@@ -176,12 +176,23 @@ fn a_prompt_that_can_not_be_is_refused_before_anything_starts() {
         ["--temperature", "NaN"],
         ["--temperature", "2.1"],
         ["--model", "/nowhere"],
+        ["--device", "gpu"],
+        ["--device", "cpu,cpu"],
     ] {
         let ended = demo(&[&format!("{}={}", args[0], args[1])]);
         assert!(!ended.status.success() && ended.out.is_empty(), "{ended:?}");
         assert!(ended.err.contains(args[1].trim_start_matches('-')), "{ended:?}");
         assert!(!ended.err.contains("pid"), "no stage was started: {ended:?}");
     }
+}
+
+#[test]
+fn every_stage_computes_where_it_was_told_to() {
+    proven(&["--device", "cpu,cpu,cpu", "--max-new", "5"]);
+    // No machine has so many: the one stage says so, and the ring ends.
+    let ended = demo(&["--device", "cpu,cuda:99,cpu", "--max-new", "5"]);
+    assert!(!ended.status.success(), "{ended:?}");
+    assert!(ended.err.contains("--device cuda:99"), "{ended:?}");
 }
 
 /// A demo in the middle of its text, and its children.

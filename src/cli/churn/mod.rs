@@ -186,6 +186,7 @@ impl Churn<'_> {
             model: self.args.model.clone(),
             cut: self.cut.clone(),
             spares,
+            devices: Vec::new(),
             wire: WireEncoding::default(),
             in_flight: None,
             drafts: None,
