@@ -5,6 +5,7 @@
 //! step allocates. One thread drives a device.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
@@ -55,6 +56,25 @@ pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     facts: DeviceFacts,
+    taken: Arc<Taken>,
+}
+
+/// Bytes of a device's arenas.
+#[derive(Debug, Default)]
+struct Taken {
+    now: AtomicU64,
+    most: AtomicU64,
+}
+
+impl Taken {
+    fn take(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.most.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn give(&self, bytes: usize) {
+        self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
 }
 
 /// Whether the driver's library is on this machine.
@@ -89,7 +109,7 @@ impl Device {
             return Err(CudaError::Capability { ordinal, name: facts.name, major, minor });
         }
         let stream = context.new_stream().doing("make a stream")?;
-        Ok(Self { context, stream, facts })
+        Ok(Self { context, stream, facts, taken: Arc::default() })
     }
 
     /// What the device is.
@@ -127,6 +147,12 @@ impl Device {
         Ok((free as u64, total as u64))
     }
 
+    /// Bytes that this value's arenas take now, and the most that they took at once.
+    #[must_use]
+    pub fn taken(&self) -> (u64, u64) {
+        (self.taken.now.load(Ordering::Relaxed), self.taken.most.load(Ordering::Relaxed))
+    }
+
     /// Takes `bytes` of device memory for `what`.
     ///
     /// # Errors
@@ -140,7 +166,8 @@ impl Device {
         }
         // SAFETY: the context is bound; the arena frees what it got, once.
         let base = unsafe { result::malloc_sync(bytes) }.doing(format!("allocate {bytes} bytes for {what}"))?;
-        Ok(Arena { context: self.context.clone(), base, size: bytes, used: 0 })
+        self.taken.take(bytes);
+        Ok(Arena { context: self.context.clone(), taken: self.taken.clone(), base, size: bytes, used: 0 })
     }
 
     /// Takes `bytes` of page-locked host memory.
@@ -246,6 +273,7 @@ fn facts(context: &Arc<CudaContext>, ordinal: usize) -> Result<DeviceFacts, Cuda
 #[derive(Debug)]
 pub struct Arena {
     context: Arc<CudaContext>,
+    taken: Arc<Taken>,
     base: sys::CUdeviceptr,
     size: usize,
     used: usize,
@@ -298,6 +326,7 @@ impl Drop for Arena {
             // for kernels that use it.
             let freed = unsafe { result::free_sync(self.base) };
             self.context.record_err(freed);
+            self.taken.give(self.size);
         }
     }
 }

@@ -277,7 +277,7 @@ impl CudaEngine {
     }
 
     /// Puts a wave on the stream: its inputs, its kernels, its outputs.
-    fn enqueue(&self, shape: Shape) -> Result<(), CudaError> {
+    pub(crate) fn enqueue(&self, shape: Shape) -> Result<(), CudaError> {
         let (b, width) = (&self.buffers, self.config.hc * self.config.dim);
         let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
         copies.to_device(transfer::ROWS, b.rows, 16 * shape.rows)?;
@@ -306,6 +306,25 @@ impl CudaEngine {
         self.pass().draft(block)?;
         copies.to_host(b.checks, transfer::CHECKS, 4 * block)?;
         copies.to_host(b.drafted, transfer::DRAFTED, 8 * WAVE)
+    }
+
+    /// Forgets what was captured: from now on every wave is launched kernel by kernel.
+    pub fn forget_graphs(&mut self) {
+        self.graphs = Graphs::default();
+    }
+
+    /// Puts the rows and hidden states of the last wave into their buffers again, for measurements.
+    pub(crate) fn put_last(&self, rows: usize) -> Result<(), CudaError> {
+        let (b, width) = (&self.buffers, self.config.hc * self.config.dim);
+        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
+        copies.to_device(transfer::ROWS, b.rows, 16 * rows)?;
+        match self.weights.embedding {
+            Some(embedding) if self.facts.is_head() => {
+                let pass = self.pass();
+                pass.ops.embed((b.rows, rows), embedding, &pass.streams, b.hidden)
+            }
+            _ => copies.to_device(transfer::HIDDEN, b.hidden, 2 * rows * width),
+        }
     }
 
     /// Puts rows into their buffer, for measurements.

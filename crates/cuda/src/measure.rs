@@ -2,7 +2,10 @@
 //!
 //! Not part of the interface; what it runs is what a pass runs, on the engine's own buffers.
 
+use std::collections::BTreeSet;
+
 use cudarc::driver::sys;
+use ringfence_engine::engine::Engine;
 
 use crate::driver::DevicePtr;
 use crate::engine::CudaEngine;
@@ -10,7 +13,7 @@ use crate::error::{CudaError, Doing};
 use crate::graph::Captured;
 use crate::layer::Sees;
 use crate::ops::Row;
-use crate::pass::Pass;
+use crate::pass::{Pass, Shape};
 
 /// Replays whose median counts.
 const REPLAYS: usize = 15;
@@ -77,12 +80,50 @@ impl CudaEngine {
         self.time("draft", &|pass| pass.draft(block))
     }
 
-    fn time(&self, what: &str, work: &dyn Fn(&Pass<'_>) -> Result<(), CudaError>) -> Result<Time, CudaError> {
-        let device = self.device();
+    /// Times the last pass again, if it was one wave of `rows` rows: all of it on the stream, copies
+    /// included, with logits of every row or (on a tail) without any.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    #[doc(hidden)]
+    pub fn time_step(&self, rows: usize, logits: bool) -> Result<Time, CudaError> {
+        self.device().bind()?;
+        let logits = if logits && self.facts().is_tail() { rows } else { 0 };
+        self.time_stream("step", &|| self.enqueue(Shape { rows, logits, drafting: false }))
+    }
+
+    /// How many experts the rows of the last pass go to, layer by layer; one wave as above. The rows'
+    /// hidden states go through the range once more.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    #[doc(hidden)]
+    pub fn experts_met(&self, rows: usize) -> Result<Vec<usize>, CudaError> {
+        self.device().bind()?;
+        // Puts rows and hidden states there; the layers below begin with them again.
+        self.put_last(rows)?;
         let pass = self.pass();
-        work(&pass)?;
+        let mut met = Vec::new();
+        for place in 0..self.facts().range.count() {
+            pass.layer(rows, &pass.weights.layers[place], place, (Sees::Target, None))?;
+            let mut picks = vec![0i32; rows * pass.config.experts_per_token];
+            // SAFETY: the buffer holds as many for a wave.
+            unsafe { self.device().download(pass.buffers.expert_picks, &mut picks) }?;
+            met.push(picks.into_iter().collect::<BTreeSet<i32>>().len());
+        }
+        Ok(met)
+    }
+
+    fn time(&self, what: &str, work: &dyn Fn(&Pass<'_>) -> Result<(), CudaError>) -> Result<Time, CudaError> {
+        let pass = self.pass();
+        self.time_stream(what, &|| work(&pass))
+    }
+
+    fn time_stream(&self, what: &str, work: &dyn Fn() -> Result<(), CudaError>) -> Result<Time, CudaError> {
+        let device = self.device();
+        work()?;
         device.synchronize()?;
-        let graph = Captured::new(device, &mut || (0..REPEATS).try_for_each(|_| work(&pass)))?;
+        let graph = Captured::new(device, &mut || (0..REPEATS).try_for_each(|_| work()))?;
         let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
         let event = || device.context().new_event(flags).doing("make an event");
         let (start, end) = (event()?, event()?);

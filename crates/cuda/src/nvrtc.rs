@@ -100,11 +100,8 @@ impl Compiler {
     /// # Errors
     /// [`CudaError::Compile`] with the compiler's words.
     pub fn cubin(&self, source: &Source, capability: (i32, i32), driver: i32) -> Result<Vec<u8>, CudaError> {
-        let text = source.assembled();
-        let mut options: Vec<String> = OPTIONS.iter().map(|&option| option.to_owned()).collect();
-        options.push(format!("--gpu-architecture=sm_{}{}", capability.0, capability.1));
-        let Some(folder) = &self.cache else { return compile(source.file, &text, &options) };
-        let file = folder.join(format!("{}.cubin", self.digest(&text, &options, driver)));
+        let (text, options) = (source.assembled(), options(capability));
+        let Some(file) = self.kept(source, capability, driver) else { return compile(source.file, &text, &options) };
         if let Some(code) = read_cached(&file) {
             return Ok(code);
         }
@@ -112,6 +109,13 @@ impl Compiler {
         // The next start compiles again where this fails.
         let _ = write_cached(&file, &code);
         Ok(code)
+    }
+
+    /// The file in which that machine code is kept, whether it is there or not; none without a cache.
+    #[must_use]
+    pub fn kept(&self, source: &Source, capability: (i32, i32), driver: i32) -> Option<PathBuf> {
+        let name = self.digest(&source.assembled(), &options(capability), driver);
+        Some(self.cache.as_ref()?.join(format!("{name}.cubin")))
     }
 
     /// Names what decides the machine code.
@@ -122,6 +126,11 @@ impl Compiler {
         hash.update(text);
         hex(&hash.finalize())
     }
+}
+
+fn options(capability: (i32, i32)) -> Vec<String> {
+    let own = format!("--gpu-architecture=sm_{}{}", capability.0, capability.1);
+    OPTIONS.iter().map(|&option| option.to_owned()).chain([own]).collect()
 }
 
 fn present() -> bool {

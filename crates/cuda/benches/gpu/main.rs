@@ -6,15 +6,23 @@
 #![allow(clippy::print_stdout, reason = "a program's report")]
 #![allow(clippy::disallowed_methods, reason = "a program of its own reads its environment")]
 
+mod blocks;
 mod experts;
 mod layers;
+mod peak;
 mod products;
 mod support;
+mod synthetic;
+mod torch;
 
+use std::error::Error;
 use std::process::ExitCode;
+use std::time::Instant;
 
-use ringfence_cuda::CudaError;
 use support::Bench;
+
+/// Measures and prints.
+type Part = fn(&Bench) -> Result<(), Box<dyn Error>>;
 
 fn main() -> ExitCode {
     let filters: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
@@ -25,21 +33,21 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
     };
-    match all(&bench) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(why) => {
-            println!("FAIL {why}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn all(bench: &Bench) -> Result<(), CudaError> {
     println!("{:?}, copy {:.0} GB/s", bench.device.facts(), bench.copy);
-    products::run(bench)?;
-    experts::run(bench)?;
-    if let Err(why) = layers::run(bench) {
-        println!("FAIL layers: {why}");
+    let parts: [(&str, Part); 4] = [
+        ("products", |bench| Ok(products::run(bench)?)),
+        ("experts", |bench| Ok(experts::run(bench)?)),
+        ("layers", |bench| Ok(layers::run(bench)?)),
+        ("blocks", |bench| Ok(blocks::run(bench)?)),
+    ];
+    let mut done = ExitCode::SUCCESS;
+    for (what, part) in parts {
+        let start = Instant::now();
+        if let Err(why) = part(&bench) {
+            println!("FAIL {what}: {why}");
+            done = ExitCode::FAILURE;
+        }
+        println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
     }
-    Ok(())
+    done
 }

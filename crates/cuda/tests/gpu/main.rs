@@ -1,4 +1,5 @@
-//! Every kernel against the CPU engine, bit by bit: `gpu [FILTER…]`.
+//! Every kernel against the CPU engine, bit by bit: `gpu [FILTER…]`, parts of names, or `kernels` for those
+//! that test kernels one by one.
 //!
 //! One binary for a machine with a GPU; it needs nothing beside it but `models/`. Where no GPU is
 //! found it says so and succeeds.
@@ -7,8 +8,11 @@
 #![allow(clippy::disallowed_methods, reason = "a program of its own reads its environment and clock")]
 
 mod attend;
+mod device;
 mod engine;
 mod experts;
+mod goldens;
+mod history;
 mod products;
 mod rows;
 mod support;
@@ -16,7 +20,7 @@ mod support;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use support::{Gpu, Test};
+use support::Gpu;
 
 fn main() -> ExitCode {
     let filters: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
@@ -28,12 +32,24 @@ fn main() -> ExitCode {
         }
     };
     println!("{:?}", gpu.device.facts());
-    let tests: Vec<Test> = [products::TESTS, experts::TESTS, rows::TESTS, attend::TESTS, engine::TESTS].concat();
-    let mut failed = 0;
-    for (name, test) in tests {
-        if !filters.is_empty() && !filters.iter().any(|filter| name.contains(filter.as_str())) {
+    let groups = [
+        ("kernels", products::TESTS),
+        ("kernels", experts::TESTS),
+        ("kernels", rows::TESTS),
+        ("kernels", attend::TESTS),
+        ("device", device::TESTS),
+        ("engine", engine::TESTS),
+        ("history", history::TESTS),
+        ("goldens", goldens::TESTS),
+    ];
+    let (begun, mut run, mut failed) = (Instant::now(), 0, 0);
+    let all = groups.iter().flat_map(|(group, tests)| tests.iter().map(move |test| (*group, *test)));
+    for (group, (name, test)) in all {
+        let wanted = |filter: &String| filter == group || name.contains(filter.as_str());
+        if !filters.is_empty() && !filters.iter().any(wanted) {
             continue;
         }
+        run += 1;
         let start = Instant::now();
         match test(&gpu) {
             Ok(()) => println!("ok   {name} ({:.1} s)", start.elapsed().as_secs_f64()),
@@ -43,6 +59,6 @@ fn main() -> ExitCode {
             }
         }
     }
-    println!("{failed} failed");
+    println!("{run} run, {failed} failed, {:.1} s", begun.elapsed().as_secs_f64());
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -27,7 +27,7 @@ impl Gpu {
     /// The first device, kernels compiled into a cache beside the system's temporary files.
     pub(crate) fn open() -> Result<Self, CudaError> {
         let device = Device::open(0)?;
-        let compiler = Compiler::find(&folders(), Some(std::env::temp_dir().join("ringfence-kernels")))?;
+        let compiler = Compiler::find(&folders(), Some(kernel_cache()))?;
         let kernels = Arc::new(Kernels::load(&device, &compiler)?);
         Ok(Self { device, kernels })
     }
@@ -45,6 +45,11 @@ impl Gpu {
 pub(crate) fn folders() -> Vec<PathBuf> {
     let folders = ["CUDA_HOME", "CUDA_PATH", "NVRTC_HOME"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     folders.chain([PathBuf::from("/usr/local/cuda")]).collect()
+}
+
+/// Where machine code is kept from one run to the next.
+pub(crate) fn kernel_cache() -> PathBuf {
+    std::env::temp_dir().join("ringfence-kernels")
 }
 
 /// Device memory that is filled from the host.
