@@ -59,6 +59,15 @@ pub struct Experts {
     pub limit: f32,
 }
 
+impl Experts {
+    /// Bytes of one routed expert: codes and scales of its three matrices.
+    #[must_use]
+    pub fn routed_bytes(&self) -> usize {
+        let matrix = |rows, cols| rows * Format::Fp4.row_bytes(cols) + Format::Fp4.scale_bytes(rows, cols);
+        2 * matrix(self.inner, self.dim) + matrix(self.dim, self.inner)
+    }
+}
+
 /// Where the experts' intermediate values go.
 #[derive(Debug)]
 pub struct Scratch {

@@ -11,6 +11,7 @@ pub mod engine;
 pub mod error;
 pub mod experts;
 mod fits;
+mod floor;
 mod graph;
 pub mod kernels;
 mod layer;

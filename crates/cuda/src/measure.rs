@@ -6,14 +6,18 @@ use std::collections::BTreeSet;
 
 use cudarc::driver::sys;
 use ringfence_engine::engine::Engine;
+use ringfence_engine::model::ModelConfig;
 
 use crate::driver::DevicePtr;
 use crate::engine::CudaEngine;
 use crate::error::{CudaError, Doing};
+use crate::floor::{self, Seen};
 use crate::graph::Captured;
 use crate::layer::Sees;
 use crate::ops::Row;
 use crate::pass::{Pass, Shape};
+use crate::state::to_usize;
+use crate::weights::LayerWeights;
 
 /// Replays whose median counts.
 const REPLAYS: usize = 15;
@@ -27,29 +31,61 @@ pub struct Time {
     pub what: String,
     /// Median microseconds of one run.
     pub us: f64,
+    /// Bytes of weights and keys that it must read; 0 where they were not counted.
+    pub bytes: usize,
 }
 
-/// A step of a layer by name.
-type Step = (&'static str, fn(&Pass<'_>, usize, usize) -> Result<(), CudaError>);
+/// A step of a layer by name: what runs, and the bytes that it must read.
+type Step = (
+    &'static str,
+    fn(&Pass<'_>, usize, usize) -> Result<(), CudaError>,
+    fn(&ModelConfig, &LayerWeights, Seen) -> usize,
+);
 
 const STEPS: [Step; 8] = [
-    ("enter attention", |pass, m, place| {
-        let w = &pass.weights.layers[place];
-        pass.enter(m, w.hc_attn, w.attn_norm)
-    }),
-    ("products of the input", |pass, m, place| pass.inputs(m, &pass.weights.layers[place].attn)),
-    ("keys and products of queries", |pass, m, place| {
-        pass.queries_and_keys(m, &pass.weights.layers[place], place, Sees::Target)
-    }),
-    ("queries, compressors, picks", |pass, m, place| pass.prepared(m, &pass.weights.layers[place], place).map(|_| ())),
-    ("attend", |pass, m, place| {
-        let w = &pass.weights.layers[place];
-        let picks = if w.attn.indexer.is_some() { pass.buffers.slot_picks } else { DevicePtr::NULL };
-        pass.attend(m, w, place, (Sees::Target, picks))
-    }),
-    ("output products", |pass, m, place| pass.output(m, &pass.weights.layers[place].attn)),
-    ("leave", |pass, m, _| pass.leave(m, None)),
-    ("experts with their router", |pass, m, place| pass.feed_forward(m, &pass.weights.layers[place])),
+    (
+        "enter attention",
+        |pass, m, place| {
+            let w = &pass.weights.layers[place];
+            pass.enter(m, w.hc_attn, w.attn_norm)
+        },
+        |config, _, _| floor::mixes(config),
+    ),
+    (
+        "products of the input",
+        |pass, m, place| pass.inputs(m, &pass.weights.layers[place].attn),
+        |_, w, _| floor::inputs(&w.attn),
+    ),
+    (
+        "keys and products of queries",
+        |pass, m, place| pass.queries_and_keys(m, &pass.weights.layers[place], place, Sees::Target),
+        |_, w, _| floor::queries(&w.attn),
+    ),
+    (
+        "queries, compressors, picks",
+        |pass, m, place| pass.prepared(m, &pass.weights.layers[place], place).map(|_| ()),
+        floor::index_keys,
+    ),
+    (
+        "attend",
+        |pass, m, place| {
+            let w = &pass.weights.layers[place];
+            let picks = if w.attn.indexer.is_some() { pass.buffers.slot_picks } else { DevicePtr::NULL };
+            pass.attend(m, w, place, (Sees::Target, picks))
+        },
+        floor::keys,
+    ),
+    (
+        "output products",
+        |pass, m, place| pass.output(m, &pass.weights.layers[place].attn),
+        |_, w, _| floor::output(&w.attn),
+    ),
+    ("leave", |pass, m, _| pass.leave(m, None), |_, _, _| 0),
+    (
+        "experts with their router",
+        |pass, m, place| pass.feed_forward(m, &pass.weights.layers[place]),
+        |_, w, seen| floor::feed_forward(&w.ffn, seen),
+    ),
 ];
 
 impl CudaEngine {
@@ -64,8 +100,16 @@ impl CudaEngine {
         let m = rows.len();
         let whole = |pass: &Pass<'_>| pass.layer(m, &pass.weights.layers[place], place, (Sees::Target, None));
         let mut times = vec![self.time("layer", &whole)?];
-        for (what, step) in STEPS {
+        for (what, step, _) in STEPS {
             times.push(self.time(what, &|pass| step(pass, m, place))?);
+        }
+        let positions = rows.iter().map(|row| to_usize(row.pos.cast_unsigned()) + 1).max().unwrap_or(0);
+        let seen = Seen { positions, experts: self.experts_of(m)? };
+        let pass = self.pass();
+        let (config, weights) = (pass.config, &pass.weights.layers[place]);
+        times[0].bytes = floor::layer(config, weights, seen);
+        for (time, (_, _, bytes)) in times[1..].iter_mut().zip(STEPS) {
+            time.bytes = bytes(config, weights, seen);
         }
         Ok(times)
     }
@@ -106,12 +150,18 @@ impl CudaEngine {
         let mut met = Vec::new();
         for place in 0..self.facts().range.count() {
             pass.layer(rows, &pass.weights.layers[place], place, (Sees::Target, None))?;
-            let mut picks = vec![0i32; rows * pass.config.experts_per_token];
-            // SAFETY: the buffer holds as many for a wave.
-            unsafe { self.device().download(pass.buffers.expert_picks, &mut picks) }?;
-            met.push(picks.into_iter().collect::<BTreeSet<i32>>().len());
+            met.push(self.experts_of(rows)?);
         }
         Ok(met)
+    }
+
+    /// Different experts that the rows of the last layer went to.
+    fn experts_of(&self, rows: usize) -> Result<usize, CudaError> {
+        let pass = self.pass();
+        let mut picks = vec![0i32; rows * pass.config.experts_per_token];
+        // SAFETY: the buffer holds as many for a wave.
+        unsafe { self.device().download(pass.buffers.expert_picks, &mut picks) }?;
+        Ok(picks.into_iter().collect::<BTreeSet<i32>>().len())
     }
 
     fn time(&self, what: &str, work: &dyn Fn(&Pass<'_>) -> Result<(), CudaError>) -> Result<Time, CudaError> {
@@ -136,6 +186,6 @@ impl CudaEngine {
         }
         let mut times = times.split_off(2);
         times.sort_by(f64::total_cmp);
-        Ok(Time { what: what.to_owned(), us: times[times.len() / 2] })
+        Ok(Time { what: what.to_owned(), us: times[times.len() / 2], bytes: 0 })
     }
 }

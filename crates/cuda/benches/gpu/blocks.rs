@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::time::Instant;
 
 use half::bf16;
+use ringfence_cuda::measure::Time;
 use ringfence_cuda::ops::Row;
 use ringfence_cuda::{CudaEngine, CudaSettings, load};
 use ringfence_engine::engine::{Chunk, Engine, Output, SessionShape};
@@ -52,7 +53,7 @@ struct Layer {
     kind: &'static str,
     m: usize,
     us: f64,
-    /// Microseconds that its weights alone take at the copy's rate.
+    /// Microseconds that its bytes take at the copy's rate.
     limit: f64,
 }
 
@@ -143,24 +144,28 @@ fn one(bench: &Bench, block: &Block, made: &Synthetic, layers: &mut Vec<Layer>) 
         if block.kinds[..place].contains(kind) {
             continue;
         }
-        let dense = dense(&engine, usize::from(range.lo()) + place);
-        for (m, _, met) in &ours {
-            let rows: Vec<Row> = (0..*m).map(|k| row(0, POSITIONS + k)).collect();
-            let us = words(engine.time_layer(place, &rows))?[0].us;
-            let limit = (dense + met[place] as f64 * EXPERT) / bench.copy / 1e3;
-            layers.push(Layer { kind, m: *m, us, limit });
+        for m in ROWS {
+            let rows: Vec<Row> = (0..m).map(|k| row(0, POSITIONS + k)).collect();
+            let times = words(engine.time_layer(place, &rows))?;
+            let limit = times[0].bytes as f64 / bench.copy / 1e3;
+            layers.push(Layer { kind, m, us: times[0].us, limit });
+            by_step(bench, kind, m, &times);
         }
     }
     engine.forget_graphs();
     steps(&mut engine, &work, "eager")
 }
 
-/// Bytes of a layer's weights that every position needs: all but its routed experts and, where it routes
-/// by id, the ids.
-fn dense(engine: &CudaEngine, layer: usize) -> f64 {
-    let prefix = format!("layers.{layer}.");
-    let needed = |name: &str| name.starts_with(&prefix) && !name.contains(".experts.") && !name.contains("tid2eid");
-    engine.weights().held().iter().filter(|held| needed(&held.name)).map(|held| held.bytes as f64).sum()
+/// The steps of a layer beside the bytes that they must read; alone, a step may find some of them in the
+/// cache.
+fn by_step(bench: &Bench, kind: &str, m: usize, times: &[Time]) {
+    if m != 1 && m != 8 {
+        return;
+    }
+    for Time { what, us, bytes } in times {
+        let (mb, rate) = (*bytes as f64 / 1e6, *bytes as f64 / us / 1e3);
+        println!("{kind}, {m}: {what:30} {us:7.1} µs {mb:7.1} MB {rate:6.0} GB/s {:4.0} %", 100.0 * rate / bench.copy);
+    }
 }
 
 /// Loads the block, with its peak and inventory.
