@@ -379,7 +379,7 @@ impl Shell {
             Err(error) => return self.refuse(peer, error.to_string()),
         };
         match self.greeter.handle_control(peer, message) {
-            Greeting::Up(hello) => self.handle_greeted(peer, &hello),
+            Greeting::Up(hello, _) => self.handle_greeted(peer, &hello),
             Greeting::Pass(message) => self.handle_message(peer, message),
             Greeting::Refuse { reason } => self.refuse(peer, reason),
             Greeting::RefusedBy { reason } => {

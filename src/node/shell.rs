@@ -27,7 +27,7 @@ use crate::node::serve::{ServeError, StageEvent};
 use crate::node::worker::{self, Input};
 use crate::proto::codec::{self, ADDRESSES_MAX, Data};
 use crate::proto::control::{Control, Hello, HopReport, Offer, Role, StageReport};
-use crate::proto::greeter::{Greeter, Greeting};
+use crate::proto::greeter::{Early, Greeter, Greeting};
 use crate::proto::heartbeats::{ASIDE, Heartbeats};
 use crate::proto::liveness::{LivenessConfig, LivenessOutput};
 use crate::transport::redial::Redial;
@@ -248,7 +248,7 @@ impl Shell {
         };
         let greeted = self.greeter.is_greeted(peer);
         match self.greeter.handle_control(peer, message) {
-            Greeting::Up(hello) => {
+            Greeting::Up(hello, early) => {
                 self.roles.insert(peer, hello.role);
                 self.heartbeats.add(peer, clock::now());
                 if self.is_dialled_coordinator(peer) {
@@ -259,6 +259,9 @@ impl Shell {
                     self.observe(StageEvent::Coordinator { peer: peer.to_string(), connected: true });
                 }
                 self.membership.handle_greeted(peer, hello.role, clock::now());
+                for body in early {
+                    self.handle_data(peer, body);
+                }
             }
             Greeting::Pass(message) => self.handle_message(peer, message),
             Greeting::Refuse { reason } => {
@@ -352,7 +355,7 @@ impl Shell {
 
     fn handle_data(&mut self, peer: Node, body: Bytes) {
         if !self.greeter.is_greeted(peer) {
-            return tracing::warn!(%peer, "data of a peer that has not greeted is dropped");
+            return self.handle_early(peer, body);
         }
         match codec::decode_data(body) {
             Ok(Data::Frame(frame)) => {
@@ -366,6 +369,18 @@ impl Shell {
                 self.refuse(peer, "expected a frame on the data lane, its bytes are a reply".to_owned())
             }
             Err(error) => self.refuse(peer, error.to_string()),
+        }
+    }
+
+    /// A frame that overtook its sender's hello waits for it if it comes from the stage in front, which sends
+    /// as soon as it has our hello.
+    fn handle_early(&mut self, peer: Node, body: Bytes) {
+        let in_front = self.membership.route().is_some_and(|route| route.predecessor == peer);
+        let kept = if in_front { self.greeter.keep(peer, body) } else { Early::Dropped };
+        match kept {
+            Early::Kept => {}
+            Early::Dropped => tracing::warn!(%peer, "data of a peer that has not greeted is dropped"),
+            Early::TooMuch => self.refuse(peer, "expected a hello first, too much data came".to_owned()),
         }
     }
 

@@ -6,6 +6,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
 use crate::ids::Node;
 use crate::proto::control::{Control, Hello};
 use crate::proto::hello;
@@ -13,11 +15,17 @@ use crate::proto::hello;
 /// How long a connected peer may stay silent before it is cut off.
 pub const GREETING_DEADLINE: Duration = Duration::from_secs(5);
 
+/// Bodies of a peer that wait for its hello, at most: more than a frame for each draft of a window.
+pub const EARLY_MAX: usize = 64;
+
+/// Their bytes together, at most: some frames of a prompt.
+pub const EARLY_BYTES_MAX: usize = 8 << 20;
+
 /// What a control message turns out to be.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Greeting {
-    /// The peer's hello fits: it is heard from here on.
-    Up(Hello),
+    /// The peer's hello fits: it is heard from here on, what was kept of it first.
+    Up(Hello, Vec<Bytes>),
     /// A message of a peer that has greeted.
     Pass(Control),
     /// The peer is refused: send it these words and disconnect.
@@ -36,9 +44,20 @@ pub enum Greeting {
 
 #[derive(Debug)]
 enum State {
-    Waiting { until: Instant },
+    Waiting { until: Instant, early: Vec<Bytes> },
     Greeted,
     Refused,
+}
+
+/// What became of a body that came before its sender's hello.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Early {
+    /// It waits: [`Greeter::handle_control`] gives it back with the hello.
+    Kept,
+    /// The peer is not connected, or was refused.
+    Dropped,
+    /// More wait than may.
+    TooMuch,
 }
 
 /// Which connected peers have said a hello that fits.
@@ -57,7 +76,7 @@ impl Greeter {
 
     /// A connection stands; the returned hello is to be sent on its control lane first.
     pub fn handle_connected(&mut self, peer: Node, now: Instant) -> Control {
-        self.peers.insert(peer, State::Waiting { until: now + GREETING_DEADLINE });
+        self.peers.insert(peer, State::Waiting { until: now + GREETING_DEADLINE, early: Vec::new() });
         Control::Hello(self.ours.clone())
     }
 
@@ -79,10 +98,10 @@ impl Greeter {
             (State::Refused, _) => Greeting::Ignore,
             (_, Control::Refused { reason }) => Greeting::RefusedBy { reason },
             (state @ State::Waiting { .. }, Control::Hello(theirs)) => match hello::check(&self.ours, &theirs) {
-                Ok(()) => {
-                    *state = State::Greeted;
-                    Greeting::Up(theirs)
-                }
+                Ok(()) => match std::mem::replace(state, State::Greeted) {
+                    State::Waiting { early, .. } => Greeting::Up(theirs, early),
+                    State::Greeted | State::Refused => Greeting::Up(theirs, Vec::new()),
+                },
                 Err(refusal) => {
                     *state = State::Refused;
                     Greeting::Refuse { reason: refusal.to_string() }
@@ -95,6 +114,18 @@ impl Greeter {
             }
             (State::Greeted, message) => Greeting::Pass(message),
         }
+    }
+
+    /// Keeps what a peer sent on another lane, if its hello has not come: lanes overtake one another, so a
+    /// frame can be here before the hello that was sent first.
+    pub fn keep(&mut self, peer: Node, body: Bytes) -> Early {
+        let Some(State::Waiting { early, .. }) = self.peers.get_mut(&peer) else { return Early::Dropped };
+        let bytes = early.iter().map(Bytes::len).sum::<usize>().saturating_add(body.len());
+        if early.len() >= EARLY_MAX || bytes > EARLY_BYTES_MAX {
+            return Early::TooMuch;
+        }
+        early.push(body);
+        Early::Kept
     }
 
     /// Marks a peer as refused for another reason (bytes that can't be read).
@@ -110,7 +141,7 @@ impl Greeter {
         self.peers
             .values()
             .filter_map(|state| match state {
-                State::Waiting { until } => Some(*until),
+                State::Waiting { until, .. } => Some(*until),
                 State::Greeted | State::Refused => None,
             })
             .min()
@@ -120,7 +151,7 @@ impl Greeter {
     pub fn handle_timeout(&mut self, now: Instant) -> Vec<Node> {
         let mut overdue = Vec::new();
         for (peer, state) in &mut self.peers {
-            if matches!(state, State::Waiting { until } if *until <= now) {
+            if matches!(state, State::Waiting { until, .. } if *until <= now) {
                 *state = State::Refused;
                 overdue.push(*peer);
             }
@@ -155,12 +186,33 @@ mod tests {
         assert_eq!(greeter.handle_connected(peer, now), Control::Hello(hello("a")));
         assert!(!greeter.is_greeted(peer));
         assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Ignore);
-        assert_eq!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Up(hello("a")));
+        assert_eq!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Up(hello("a"), vec![]));
         assert!(greeter.is_greeted(peer));
         assert_eq!(greeter.handle_control(peer, heartbeat.clone()), Greeting::Pass(heartbeat));
         assert!(matches!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Refuse { .. }));
         assert!(greeter.handle_disconnected(peer));
         assert!(!greeter.is_greeted(peer));
+    }
+
+    #[test]
+    fn what_overtook_the_hello_comes_with_it_and_has_a_bound() {
+        let now = crate::clock::now();
+        let mut greeter = Greeter::new(hello("a"));
+        let (peer, frame) = (Node::random(), Bytes::from_static(b"frame"));
+        assert_eq!(greeter.keep(peer, frame.clone()), Early::Dropped);
+        greeter.handle_connected(peer, now);
+        assert_eq!(greeter.keep(peer, frame.clone()), Early::Kept);
+        assert_eq!(greeter.keep(peer, Bytes::from(vec![0; EARLY_BYTES_MAX])), Early::TooMuch);
+        let early = vec![frame.clone()];
+        assert_eq!(greeter.handle_control(peer, Control::Hello(hello("a"))), Greeting::Up(hello("a"), early));
+        assert_eq!(greeter.keep(peer, frame.clone()), Early::Dropped, "it has greeted");
+        greeter.handle_connected(peer, now);
+        for _ in 0..EARLY_MAX {
+            assert_eq!(greeter.keep(peer, frame.clone()), Early::Kept, "of the new connection");
+        }
+        assert_eq!(greeter.keep(peer, frame.clone()), Early::TooMuch);
+        greeter.refuse(peer);
+        assert_eq!(greeter.keep(peer, frame), Early::Dropped);
     }
 
     #[test]
