@@ -13,6 +13,7 @@ use ringfence_engine::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, 
 use ringfence_engine::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
 use ringfence_engine::model::{Checkpoint, ModelConfig, ModelError};
 
+use crate::branch::Branch;
 use crate::driver::{Arena, Device, Direction, Pinned};
 use crate::error::CudaError;
 use crate::graph::{Captured, Graphs, ROWS};
@@ -94,6 +95,8 @@ pub struct CudaEngine {
     input: Pinned,
     output: Pinned,
     products: Products,
+    apart: Products,
+    branch: Branch,
     kernels: std::sync::Arc<Kernels>,
     ids: BTreeMap<SessionId, usize>,
     sessions: Vec<Option<SessionState>>,
@@ -155,6 +158,8 @@ impl CudaEngine {
             _rotations: memory,
             input,
             output,
+            apart: products.apart(),
+            branch: Branch::new(&device)?,
             products,
             kernels,
             ids: BTreeMap::new(),
@@ -209,6 +214,8 @@ impl CudaEngine {
         Pass {
             ops: Ops::new(&self.kernels, self.device.stream(), true),
             products: &self.products,
+            apart: &self.apart,
+            branch: &self.branch,
             config: c,
             range: self.facts.range,
             streams: Streams {

@@ -82,38 +82,116 @@ impl Pass<'_> {
     }
 
     fn attention(&self, m: usize, layer: &LayerWeights, place: usize, sees: Sees) -> Result<(), CudaError> {
-        let w = &layer.attn;
-        self.inputs(m, w)?;
-        self.queries_and_keys(m, layer, place, sees)?;
-        let picks = self.prepared(m, layer, place)?;
+        let picks = self.projected(m, layer, place, sees)?;
         self.attend(m, layer, place, (sees, picks))?;
-        self.output(m, w)
+        self.output(m, &layer.attn)
     }
 
-    /// Keys of the rows, which a target layer stores, and raw queries.
-    pub(crate) fn queries_and_keys(
+    /// From the sublayer's input to queries, stored keys, compressed slots and the indexer's picks, which it
+    /// gives, or null without any. Compressors and indexer run beside the queries.
+    pub(crate) fn projected(
         &self,
         m: usize,
         layer: &LayerWeights,
         place: usize,
         sees: Sees,
-    ) -> Result<(), CudaError> {
+    ) -> Result<DevicePtr, CudaError> {
         let (w, b, config) = (&layer.attn, self.buffers, self.config);
-        let (at, table) = (self.at(place), self.table(layer.ratio));
+        let main = self.ops.stream();
+        let beside = w.compressor.is_some();
+        if beside {
+            self.branch.fork(main)?;
+            self.compressor_inputs(m, w)?;
+        }
+        let coded = [(w.wq_a, bf16_out(b.qa, &w.wq_a)), (w.wkv, bf16_out(b.kv_raw, &w.wkv))];
+        // SAFETY: the buffers have room for a wave of each.
+        unsafe { self.products.linears(main, (Self::rows(b.x, config.dim), m), &coded) }?;
+        self.norms_and_keys(m, layer, place, sees)?;
+        let picks = if beside { self.slots(m, layer, place)? } else { DevicePtr::NULL };
+        let rows = (Self::rows(b.qr, config.q_rank), m);
+        // SAFETY: as above.
+        unsafe { self.products.linear(main, rows, &w.wq_b, bf16_out(b.q, &w.wq_b)) }?;
+        let parts = Preparing { queries: Some((b.q, self.heads())), ..self.preparing(layer, place) };
+        self.ops.prepare(m, &parts)?;
+        if beside {
+            self.branch.join(main)?;
+        }
+        Ok(picks)
+    }
+
+    /// Norms of the low-rank queries, and the rows' keys, which a target layer stores.
+    fn norms_and_keys(&self, m: usize, layer: &LayerWeights, place: usize, sees: Sees) -> Result<(), CudaError> {
+        let (w, b, config) = (&layer.attn, self.buffers, self.config);
         let norm = Norm { weight: w.q_norm, width: config.q_rank, eps: config.norm_eps };
         let keys = Keys {
             x: b.kv_raw,
             norm: Norm { weight: w.kv_norm, width: config.head_dim, eps: config.norm_eps },
-            table,
-            at,
+            table: self.table(layer.ratio),
+            at: self.at(place),
             store: sees == Sees::Target,
             out: if sees == Sees::Block { b.kv } else { DevicePtr::NULL },
         };
-        self.ops.norm_keys(m, (b.qa, config.q_rank), (norm, b.qr), &keys)?;
-        let mut products = vec![(w.wq_b, bf16_out(b.q, &w.wq_b))];
-        products.extend(w.indexer.as_ref().map(|indexer| (indexer.wq_b, bf16_out(b.index_q, &indexer.wq_b))));
+        self.ops.norm_keys(m, (b.qa, config.q_rank), (norm, b.qr), &keys)
+    }
+
+    /// Raw inputs of the compressors and of the indexer's weights, on the branch.
+    fn compressor_inputs(&self, m: usize, w: &AttentionWeights) -> Result<(), CudaError> {
+        let b = &self.buffers;
+        let mut plain = Vec::with_capacity(5);
+        if let Some(c) = &w.compressor {
+            plain.extend([(c.wkv, f32_out(b.raw_kv, &c.wkv)), (c.wgate, f32_out(b.raw_score, &c.wgate))]);
+        }
+        if let Some(indexer) = &w.indexer {
+            let c = &indexer.compressor;
+            plain.extend([(c.wkv, f32_out(b.index_kv, &c.wkv)), (c.wgate, f32_out(b.index_score, &c.wgate))]);
+            plain.push((indexer.weights_proj, bf16_out(b.index_w, &indexer.weights_proj)));
+        }
+        let rows = (Self::rows(b.x, self.config.dim), m);
         // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.linears(self.ops.stream(), (Self::rows(b.qr, config.q_rank), m), &products) }
+        unsafe { self.apart.linears(self.branch.stream(), rows, &plain) }
+    }
+
+    /// Moves the compressors on and lets the indexer pick, on the branch, where its queries wait for their
+    /// norm; gives the picks, or null without any.
+    fn slots(&self, m: usize, layer: &LayerWeights, place: usize) -> Result<DevicePtr, CudaError> {
+        let (w, ratio, b, config) = (&layer.attn, layer.ratio, self.buffers, self.config);
+        let (side, at) = (self.ops.on(self.branch.stream()), self.at(place));
+        let slots = self.positions.checked_div(ratio).unwrap_or(0);
+        // Else no row can see more slots than it takes.
+        let picking = w.indexer.as_ref().filter(|_| slots > config.index_topk);
+        if let Some(indexer) = picking {
+            self.branch.fork(self.ops.stream())?;
+            let rows = (Self::rows(b.qr, config.q_rank), m);
+            // SAFETY: the buffers have room for a wave of each.
+            unsafe { self.apart.linear(side.stream(), rows, &indexer.wq_b, bf16_out(b.index_q, &indexer.wq_b)) }?;
+        }
+        let side_of = |c: &CompressorWeights, kv, score| Side {
+            kv,
+            score,
+            stride: int(c.wkv.rows),
+            width: int(c.width),
+            ape: c.ape,
+            norm: c.norm,
+        };
+        let compressors = w.compressor.as_ref().map(|c| {
+            let index = w.indexer.as_ref().map(|indexer| side_of(&indexer.compressor, b.index_kv, b.index_score));
+            ([side_of(c, b.raw_kv, b.raw_score), index.unwrap_or_default()], ratio, ratio == OVERLAP_RATIO)
+        });
+        let heads = Heads { heads: config.index_heads, width: config.index_dim };
+        let index = picking.map(|_| (b.index_q, heads, config.index_topk, ratio));
+        side.prepare(m, &Preparing { index, compressors, ..self.preparing(layer, place) })?;
+        if picking.is_none() {
+            return Ok(DevicePtr::NULL);
+        }
+        let sizes = (config.index_topk, ratio, slots);
+        side.pick((b.index_q, b.index_w, m), heads, sizes, at, (b.keys, b.slot_picks))?;
+        Ok(b.slot_picks)
+    }
+
+    /// Nothing to prepare yet, at a layer.
+    fn preparing(&self, layer: &LayerWeights, place: usize) -> Preparing {
+        let (table, eps, at) = (self.table(layer.ratio), self.config.norm_eps, self.at(place));
+        Preparing { table, eps, at, queries: None, index: None, compressors: None }
     }
 
     fn heads(&self) -> Heads {
@@ -142,7 +220,8 @@ impl Pass<'_> {
         let entries = config.window + self.slots_seen(ratio) + if block { m } else { 0 };
         let list = entries.next_multiple_of(64);
         let ends = (layer.attn.sink, self.table(ratio), self.spread(layer.hc_attn));
-        self.ops.attend((b.q, m), self.heads(), (keys, list), ends, (b.scores, b.o))
+        let ops = if layer.attn.compressor.is_some() { self.ops.joined() } else { self.ops };
+        ops.attend((b.q, m), self.heads(), (keys, list), ends, (b.scores, b.o))
     }
 
     /// The output projection of attended values.
@@ -156,64 +235,6 @@ impl Pass<'_> {
         unsafe { self.products.linear(stream, rows, &w.wo_b, bf16_out(b.y, &w.wo_b)) }
     }
 
-    /// All products of the sublayer's input.
-    pub(crate) fn inputs(&self, m: usize, w: &AttentionWeights) -> Result<(), CudaError> {
-        let b = &self.buffers;
-        let x = Self::rows(b.x, self.config.dim);
-        let coded = [(w.wq_a, bf16_out(b.qa, &w.wq_a)), (w.wkv, bf16_out(b.kv_raw, &w.wkv))];
-        // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.linears(self.ops.stream(), (x, m), &coded) }?;
-        let mut plain = Vec::with_capacity(5);
-        if let Some(c) = &w.compressor {
-            plain.extend([(c.wkv, f32_out(b.raw_kv, &c.wkv)), (c.wgate, f32_out(b.raw_score, &c.wgate))]);
-        }
-        if let Some(indexer) = &w.indexer {
-            let c = &indexer.compressor;
-            plain.extend([(c.wkv, f32_out(b.index_kv, &c.wkv)), (c.wgate, f32_out(b.index_score, &c.wgate))]);
-            plain.push((indexer.weights_proj, bf16_out(b.index_w, &indexer.weights_proj)));
-        }
-        // SAFETY: as above.
-        unsafe { self.products.linears(self.ops.stream(), (x, m), &plain) }
-    }
-
-    /// Norms and rotates the queries, moves the compressors on and lets the indexer pick; gives the
-    /// picks, or null without any.
-    pub(crate) fn prepared(&self, m: usize, layer: &LayerWeights, place: usize) -> Result<DevicePtr, CudaError> {
-        let (w, ratio, b, config) = (&layer.attn, layer.ratio, self.buffers, self.config);
-        let at = self.at(place);
-        let side = |c: &CompressorWeights, kv, score| Side {
-            kv,
-            score,
-            stride: int(c.wkv.rows),
-            width: int(c.width),
-            ape: c.ape,
-            norm: c.norm,
-        };
-        let compressors = w.compressor.as_ref().map(|c| {
-            let index = w.indexer.as_ref().map(|indexer| side(&indexer.compressor, b.index_kv, b.index_score));
-            ([side(c, b.raw_kv, b.raw_score), index.unwrap_or_default()], ratio, ratio == OVERLAP_RATIO)
-        });
-        let slots = self.positions.checked_div(ratio).unwrap_or(0);
-        // Else no row can see more slots than it takes.
-        let picks = w.indexer.is_some() && slots > config.index_topk;
-        let heads = Heads { heads: config.index_heads, width: config.index_dim };
-        let parts = Preparing {
-            table: self.table(ratio),
-            eps: config.norm_eps,
-            at,
-            queries: Some((b.q, self.heads())),
-            index: picks.then_some((b.index_q, heads, config.index_topk, ratio)),
-            compressors,
-        };
-        self.ops.prepare(m, &parts)?;
-        if !picks {
-            return Ok(DevicePtr::NULL);
-        }
-        let sizes = (config.index_topk, ratio, slots);
-        self.ops.pick((b.index_q, b.index_w, m), heads, sizes, at, (b.keys, b.slot_picks))?;
-        Ok(b.slot_picks)
-    }
-
     /// Most compressed slots that a row of a layer with this ratio attends to.
     pub(crate) fn slots_seen(&self, ratio: usize) -> usize {
         slots_seen(self.config, self.positions, ratio)
@@ -224,12 +245,13 @@ impl Pass<'_> {
         Spread::new(self.buffers.raw, w, &self.streams, self.buffers.mix)
     }
 
+    /// The router and the experts.
     pub(crate) fn feed_forward(&self, m: usize, layer: &LayerWeights) -> Result<(), CudaError> {
         let w = &layer.ffn;
-        let (b, config) = (&self.buffers, self.config);
+        let (b, config, stream) = (&self.buffers, self.config, self.ops.stream());
         let x = Self::rows(b.x, config.dim);
         // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.linear(self.ops.stream(), (x, m), &w.gate, f32_out(b.gate, &w.gate)) }?;
+        unsafe { self.products.linear(stream, (x, m), &w.gate, f32_out(b.gate, &w.gate)) }?;
         let none = DevicePtr::NULL;
         let routing = match w.routing {
             Routing::Score(bias) => (bias, none),
@@ -238,7 +260,9 @@ impl Pass<'_> {
         let logits = (b.gate, config.experts, m);
         let out = (b.expert_picks, b.expert_weights, self.spread(layer.hc_ffn));
         self.ops.route(logits, config.experts_per_token, routing, (config.route_scale, b.rows), out)?;
-        self.experts(m, w)
+        let routing = (b.expert_picks, b.expert_weights);
+        // SAFETY: as above.
+        unsafe { self.products.experts(stream, (x, m), &w.experts, routing, (self.scratch, b.y)) }
     }
 }
 

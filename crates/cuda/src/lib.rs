@@ -5,6 +5,7 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests stop at the first surprise"))]
 
+pub mod branch;
 mod drafter;
 pub mod driver;
 pub mod engine;

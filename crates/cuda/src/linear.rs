@@ -209,6 +209,9 @@ pub(crate) const PAST: usize = 64;
 /// Shared memory of which three blocks don't fit in a multiprocessor.
 pub(crate) const TWO_BLOCKS: usize = 77 << 10;
 
+/// Shared memory of which two blocks fit in a multiprocessor.
+const DEEP: usize = 113 << 10;
+
 /// Shared memory of which two blocks don't fit in a multiprocessor.
 const ONE_BLOCK: usize = 115 << 10;
 
@@ -230,8 +233,9 @@ impl Variant {
     }
 }
 
-const VARIANTS: [Variant; 9] = [
+const VARIANTS: [Variant; 10] = [
     Variant { r: 1, m: 1, stages: 4 },
+    Variant { r: 2, m: 1, stages: 6 },
     Variant { r: 2, m: 1, stages: 4 },
     Variant { r: 1, m: 2, stages: 3 },
     Variant { r: 1, m: 4, stages: 3 },
@@ -247,7 +251,8 @@ const FORMATS: [Format; 5] = [Format::Fp8, Format::Fp4, Format::Wide, Format::Bf
 macro_rules! names {
     ($($format:literal),*) => {
         [$(
-            concat!("linear_", $format, "_r1_m1"), concat!("linear_", $format, "_r2_m1"),
+            concat!("linear_", $format, "_r1_m1"),
+            concat!("linear_", $format, "_r2_m1_deep"), concat!("linear_", $format, "_r2_m1"),
             concat!("linear_", $format, "_r1_m2"), concat!("linear_", $format, "_r1_m4"),
             concat!("linear_", $format, "_r1_m8"), concat!("linear_", $format, "_r4_m2"),
             concat!("linear_", $format, "_r4_m4"), concat!("linear_", $format, "_r4_m6"),
@@ -257,7 +262,7 @@ macro_rules! names {
 }
 
 /// `FORMATS` by `VARIANTS`, then the split kernels.
-const LINEAR_KERNELS: [&str; 47] = names!("fp8", "fp4", "wide", "bf16", "f32");
+const LINEAR_KERNELS: [&str; 52] = names!("fp8", "fp4", "wide", "bf16", "f32");
 
 /// How products are launched; the bits of a result don't depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -279,7 +284,7 @@ impl Default for Tuning {
 }
 
 /// Products on one device.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Products {
     pub(crate) kernels: Arc<Kernels>,
     pub(crate) processors: u32,
@@ -302,6 +307,12 @@ impl Products {
         }
         crate::tile::prepare(&kernels)?;
         Ok(Self { kernels, processors: facts.processors, shared_max: facts.shared_max, tuning })
+    }
+
+    /// The same, each launch behind the whole of what it follows.
+    #[must_use]
+    pub fn apart(&self) -> Self {
+        Self { tuning: Tuning { dependent: false, ..self.tuning }, ..self.clone() }
     }
 
     /// `out[m, rows] = Σ_k x[m, k] · w[n, k]` of `m` rows.
@@ -418,7 +429,9 @@ impl Products {
         let rows: usize = list.iter().map(|(w, _)| w.rows).sum();
         let scales = scale_bytes(list, split);
         let single = rows < self.tuning.single_rows * self.processors as usize;
-        let fits = |v: &Variant| shared(*v, w, scales) <= self.shared_max;
+        // A deeper ring only where a block of the next kernel still fits beside it.
+        let most = |v: &Variant| if v.stages > 4 { DEEP } else { self.shared_max };
+        let fits = |v: &Variant| shared(*v, w, scales) <= most(v);
         let wanted = |v: &Variant| if single { v.r == 1 } else { v.r == if v.m == 1 { 2 } else { 4 } };
         let usable = VARIANTS.iter().enumerate().filter(|(_, v)| wanted(v) && fits(v));
         let enough = usable.clone().filter(|(_, v)| v.m >= m).min_by_key(|(_, v)| v.m);

@@ -42,7 +42,7 @@ type Step = (
     fn(&ModelConfig, &LayerWeights, Seen) -> usize,
 );
 
-const STEPS: [Step; 8] = [
+const STEPS: [Step; 6] = [
     (
         "enter attention",
         |pass, m, place| {
@@ -52,19 +52,9 @@ const STEPS: [Step; 8] = [
         |config, _, _| floor::mixes(config),
     ),
     (
-        "products of the input",
-        |pass, m, place| pass.inputs(m, &pass.weights.layers[place].attn),
-        |_, w, _| floor::inputs(&w.attn),
-    ),
-    (
-        "keys and products of queries",
-        |pass, m, place| pass.queries_and_keys(m, &pass.weights.layers[place], place, Sees::Target),
-        |_, w, _| floor::queries(&w.attn),
-    ),
-    (
-        "queries, compressors, picks",
-        |pass, m, place| pass.prepared(m, &pass.weights.layers[place], place).map(|_| ()),
-        floor::index_keys,
+        "queries, keys, compressors, picks",
+        |pass, m, place| pass.projected(m, &pass.weights.layers[place], place, Sees::Target).map(|_| ()),
+        |config, w, seen| floor::inputs(&w.attn) + floor::queries(&w.attn) + floor::index_keys(config, w, seen),
     ),
     (
         "attend",

@@ -122,6 +122,7 @@ pub struct Ops<'a> {
     kernels: &'a Kernels,
     stream: &'a CudaStream,
     dependent: bool,
+    joined: bool,
 }
 
 /// Lets the kernels have the shared memory they ask for.
@@ -143,7 +144,19 @@ impl<'a> Ops<'a> {
     /// The kernels on `stream`; with `dependent`, each may start before the one before it ends.
     #[must_use]
     pub fn new(kernels: &'a Kernels, stream: &'a CudaStream, dependent: bool) -> Self {
-        Self { kernels, stream, dependent }
+        Self { kernels, stream, dependent, joined: false }
+    }
+
+    /// The same on another stream.
+    #[must_use]
+    pub fn on(&self, stream: &'a CudaStream) -> Self {
+        Self { stream, ..*self }
+    }
+
+    /// The same for a launch behind a join, which waits for the whole of both streams.
+    #[must_use]
+    pub fn joined(&self) -> Self {
+        Self { joined: true, ..*self }
     }
 
     /// The stream.

@@ -7,13 +7,14 @@
 use ringfence_engine::ids::LayerRange;
 use ringfence_engine::model::ModelConfig;
 
+use crate::branch::Branch;
 use crate::driver::{Arena, Device, DevicePtr};
 use crate::error::CudaError;
 use crate::layer::{Sees, Tap, slots_seen};
 use crate::linear::{Linear, Out, Products};
 use crate::ops::{At, MARKOV_BLOCKS, MixWeights, Norm, Ops, Streams, Table};
 use crate::state::to_i32;
-use crate::weights::{MoeWeights, Weights};
+use crate::weights::Weights;
 
 /// Most rows of a wave.
 pub(crate) const WAVE: usize = 64;
@@ -167,6 +168,9 @@ pub(crate) struct Shape {
 pub(crate) struct Pass<'a> {
     pub(crate) ops: Ops<'a>,
     pub(crate) products: &'a Products,
+    /// The same for launches behind a fork.
+    pub(crate) apart: &'a Products,
+    pub(crate) branch: &'a Branch,
     pub(crate) config: &'a ModelConfig,
     pub(crate) range: LayerRange,
     pub(crate) streams: Streams,
@@ -234,15 +238,6 @@ impl Pass<'_> {
         let out = Out { at: b.logits, stride: self.config.vocab, wide: true };
         // SAFETY: the buffers have room for a wave of each.
         unsafe { self.products.linear(self.ops.stream(), (Self::rows(b.x, self.config.dim), n), head, out) }
-    }
-
-    /// The experts of `m` routed rows, into `y`.
-    pub(crate) fn experts(&self, m: usize, w: &MoeWeights) -> Result<(), CudaError> {
-        let b = self.buffers;
-        let x = Self::rows(b.x, self.config.dim);
-        let routing = (b.expert_picks, b.expert_weights);
-        // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.experts(self.ops.stream(), (x, m), &w.experts, routing, (self.scratch, b.y)) }
     }
 
     /// A norm of `dim` values.

@@ -83,17 +83,48 @@ struct AttendScores {
 // scores[m, heads, list]: dot(k, q) · scale, canonical with runs of eight. Four heads' queries live in a
 // warp's registers while its keys pass by. With spread.mix, one more block of a row says how its streams are
 // spread. Grid (blocks of the list [+ 1], heads / 4, m); blocks past a row's list do nothing. Width at most 512.
+// What spreads the streams and the window's keys are read before the queries are waited for: the kernel in front
+// waited for them.
 extern "C" __global__ void attend_scores(const AttendScores a) {
-    wait_for_inputs();
-    launch_dependents();
     if (a.spread.mix && blockIdx.x + 1 == gridDim.x) {
         if (blockIdx.y == 0 && threadIdx.x < 32) spread_row(a.spread, blockIdx.z);
+        wait_for_inputs();
+        launch_dependents();
         return;
     }
     List list = list_of(a.keys, blockIdx.z);
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     int start = blockIdx.x * BLOCK;
+    bool early = start + BLOCK <= list.window_size;
+    // A warp has every eighth entry of the block, AHEAD of them in flight; lane n finds the n-th.
+    int mine = start + lane * WARPS + warp;
+    const u16* place = 0;
+    uint4 key[AHEAD][2];
+    auto find = [&]() {
+        if (lane < BLOCK / WARPS && present(list, mine)) place = entry(list, mine, a.width);
+    };
+    auto fetch = [&](int round) {
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const uint4* from = (const uint4*)__shfl_sync(FULL, (u64)place, round + n);
+            key[n][0] = key[n][1] = make_uint4(0, 0, 0, 0);
+            if (from) {
+                if (lane < a.width / 8) key[n][0] = from[lane];
+                if (32 + lane < a.width / 8) key[n][1] = from[32 + lane];
+            }
+        }
+    };
+    if (early) {
+        find();
+        fetch(0);
+    }
+    wait_for_inputs();
+    launch_dependents();
     if (start >= list.length) return;
+    if (!early) {
+        find();
+        fetch(0);
+    }
     float q[HEADS][16];
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
@@ -108,20 +139,8 @@ extern "C" __global__ void attend_scores(const AttendScores a) {
             to[4] = bf16_lo(v.z), to[5] = bf16_hi(v.z), to[6] = bf16_lo(v.w), to[7] = bf16_hi(v.w);
         }
     }
-    // A warp has every eighth entry of the block, AHEAD of them in flight; lane n finds the n-th.
-    int mine = start + lane * WARPS + warp;
-    const u16* place = lane < BLOCK / WARPS && present(list, mine) ? entry(list, mine, a.width) : 0;
     for (int round = 0; round < BLOCK / WARPS; round += AHEAD) {
-        uint4 key[AHEAD][2];
-#pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
-            const uint4* from = (const uint4*)__shfl_sync(FULL, (u64)place, round + n);
-            key[n][0] = key[n][1] = make_uint4(0, 0, 0, 0);
-            if (from) {
-                if (lane < a.width / 8) key[n][0] = from[lane];
-                if (32 + lane < a.width / 8) key[n][1] = from[32 + lane];
-            }
-        }
+        if (round > 0) fetch(round);
 #pragma unroll
         for (int n = 0; n < AHEAD; n++) {
             int i = start + (round + n) * WARPS + warp;
@@ -242,10 +261,9 @@ DEV void add_entries(const float2* p, const u32* tile, int begin, int stop, floa
 
 // out[m, heads, width] from the scores: online softmax over blocks of 64 entries in list order, the
 // denominator of unrounded, the values of bf16 probabilities, the sink last, the rotation undone at the end.
-// A warp has a head, a lane two of 64 dimensions. Grid (heads / 4, width / 64, m), 128 threads.
+// A warp has a head, a lane two of 64 dimensions. Grid (heads / 4, width / 64, m), 128 threads. The first chunk's
+// values are on their way before the scores are waited for: the kernel in front waited for them.
 extern "C" __global__ void attend_values(const AttendValues a) {
-    wait_for_inputs();
-    launch_dependents();
     DYNAMIC_SHARED(uint4, shared);
     __shared__ float alphas[HEADS][CHUNK_MAX / BLOCK];
     __shared__ const u16* places[CHUNK_MAX];
@@ -261,8 +279,6 @@ extern "C" __global__ void attend_values(const AttendValues a) {
     float largest = -INF_F, sum = 0.0f, low = 0.0f, high = 0.0f;
     for (int base = 0; base < list.length; base += a.chunk) {
         int count = list.length - base < a.chunk ? list.length - base : a.chunk;
-        float score[BLOCKS][2];
-        fetch_scores(list, scores, base, count, score);
         // A thread finds every 128th entry; eight lanes fetch a row's values of the slice.
 #pragma unroll
         for (int n = 0; n < CHUNK_MAX / 128; n++) {
@@ -284,6 +300,12 @@ extern "C" __global__ void attend_values(const AttendValues a) {
             if (key) copy_async(shared_address(shared + i * (SLICE / 8) + (threadIdx.x & 7)), key + (threadIdx.x & 7), 16u);
         }
         copy_commit();
+        if (base == 0) {
+            wait_for_inputs();
+            launch_dependents();
+        }
+        float score[BLOCKS][2];
+        fetch_scores(list, scores, base, count, score);
         largest = probabilities(score, count, largest, p, alphas[warp]);
         copy_wait<1>();
         __syncthreads();

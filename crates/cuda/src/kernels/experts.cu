@@ -243,8 +243,8 @@ struct SumParams {
 // out[row] = bf16(sum of its picks, ascending, then the shared expert). Grid (dim / 512, m), 128
 // threads of four values.
 extern "C" __global__ void __launch_bounds__(128) experts_sum(const __grid_constant__ SumParams p) {
-  launch_dependents();
   wait_for_inputs();
+  launch_dependents();
   u32 row = blockIdx.y, at = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
   if (at >= p.dim) return;
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};

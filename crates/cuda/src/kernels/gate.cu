@@ -46,29 +46,35 @@ struct Route {
 
 // picks[m, k] (ascending ids) and weights[m, k] from router logits [m, experts]: scores √softplus, the k best
 // of score + bias, or the token's own ids where `hash` is given; weights normed over the picks, ascending.
-// Experts ≤ 1024, k ≤ 32. A second block of a row says how
-// its streams are spread. Grid (m, spread.mix ? 2 : 1).
+// Experts ≤ 1024, k ≤ 32. A second block of a row says how its streams are spread; the mixes for it are older
+// than the product in front and not waited for. Grid (m, spread.mix ? 2 : 1), 256 threads.
 extern "C" __global__ void route(const Route a) {
-    wait_for_inputs();
-    launch_dependents();
     if (blockIdx.y == 1) {
         if (threadIdx.x < 32) spread_row(a.spread, blockIdx.x);
+        wait_for_inputs();
+        launch_dependents();
         return;
     }
-    __shared__ float scores[1024];
+    float first_bias = a.bias && (int)threadIdx.x < a.experts ? a.bias[threadIdx.x] : 0.0f;
+    u32 hashed = a.hash && (int)threadIdx.x < a.k ? a.hash[(u64)a.rows[blockIdx.x].id * a.k + threadIdx.x] : 0u;
+    wait_for_inputs();
+    launch_dependents();
+    __shared__ float scores[1024], biases[1024];
     __shared__ u32 chosen[32];
     int row = blockIdx.x, lane = threadIdx.x;
-    for (int e = threadIdx.x; e < a.experts; e += blockDim.x)
+    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
         scores[e] = sqrtf(softplus_c(a.logits[(u64)row * a.experts + e]));
+        if (a.bias) biases[e] = e == (int)threadIdx.x ? first_bias : a.bias[e];
+    }
     __syncthreads();
     if (threadIdx.x >= 32) return;
     if (a.hash) {
-        if (lane < a.k) chosen[lane] = a.hash[(u64)a.rows[row].id * a.k + lane];
+        if (lane < a.k) chosen[lane] = hashed;
     } else {
         if (a.experts <= 256)
-            choose<8>(scores, a.bias, a.experts, a.k, chosen);
+            choose<8>(scores, biases, a.experts, a.k, chosen);
         else
-            choose<32>(scores, a.bias, a.experts, a.k, chosen);
+            choose<32>(scores, biases, a.experts, a.k, chosen);
     }
     __syncwarp();
     // Ascending by rank; equal ids (a token's row may list one twice) keep their order.

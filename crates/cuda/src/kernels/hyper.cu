@@ -5,6 +5,7 @@
 #include "state.cuh"
 
 #define MIX_RUNS_MAX 8192
+#define MIX_AHEAD 4 /* runs of a thread whose weights are fetched first */
 #define STREAMS_MAX 5
 
 struct HyperMix {
@@ -17,25 +18,40 @@ struct HyperMix {
 
 // raw[m, mixes + 1]: the mixes fn[mixes, width] · x of the streams x[m, width], then Σ x². Each in the
 // canonical order with runs of four. `picks` says which rows of x, or null. Grid (mixes + 1, m).
+// The weights are on their way before the streams are waited for.
 extern "C" __global__ void hyper_mix(const HyperMix a) {
-    wait_for_inputs();
-    launch_dependents();
     __shared__ float runs[MIX_RUNS_MAX];
-    int mix = blockIdx.x, row = a.picks ? a.picks[blockIdx.y] : (int)blockIdx.y;
-    const uint2* from = (const uint2*)(a.x + (u64)row * a.width);
+    int mix = blockIdx.x;
     bool squares = mix + 1 == gridDim.x;
     const float4* weights = (const float4*)(a.fn + (u64)(squares ? 0 : mix) * a.width);
-#pragma unroll 4
-    for (int run = threadIdx.x; run < a.width / 4; run += blockDim.x) {
-        uint2 v = from[run];
-        float a = bf16_lo(v.x), b = bf16_hi(v.x), c = bf16_lo(v.y), d = bf16_hi(v.y);
-        if (squares) {
-            runs[run] = squares4(a, b, c, d);
-        } else {
-            float4 w = weights[run];
-            runs[run] = fmaf(w.w, d, fmaf(w.z, c, fmaf(w.y, b, fmaf(w.x, a, 0.0f))));
-        }
+    float4 ahead[MIX_AHEAD];
+#pragma unroll
+    for (int n = 0; n < MIX_AHEAD; n++) {
+        int run = n * blockDim.x + threadIdx.x;
+        ahead[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (!squares && run < a.width / 4) ahead[n] = weights[run];
     }
+    wait_for_inputs();
+    launch_dependents();
+    int row = a.picks ? a.picks[blockIdx.y] : (int)blockIdx.y;
+    const uint2* from = (const uint2*)(a.x + (u64)row * a.width);
+    auto take = [&](int run, uint2 v, float4 w) {
+        float a = bf16_lo(v.x), b = bf16_hi(v.x), c = bf16_lo(v.y), d = bf16_hi(v.y);
+        runs[run] = squares ? squares4(a, b, c, d) : fmaf(w.w, d, fmaf(w.z, c, fmaf(w.y, b, fmaf(w.x, a, 0.0f))));
+    };
+    uint2 streams[MIX_AHEAD];
+#pragma unroll
+    for (int n = 0; n < MIX_AHEAD; n++) {
+        int run = n * blockDim.x + threadIdx.x;
+        if (run < a.width / 4) streams[n] = from[run];
+    }
+#pragma unroll
+    for (int n = 0; n < MIX_AHEAD; n++) {
+        int run = n * blockDim.x + threadIdx.x;
+        if (run < a.width / 4) take(run, streams[n], ahead[n]);
+    }
+    for (int run = MIX_AHEAD * blockDim.x + threadIdx.x; run < a.width / 4; run += blockDim.x)
+        take(run, from[run], weights[run]);
     __syncthreads();
     if (threadIdx.x < 32) {
         float sum = fold_runs(runs, a.width / 4);
@@ -60,15 +76,13 @@ struct HyperEnter {
 };
 
 // The row that a sublayer takes: y = bf16(Σ pre_j · h_j), x = rms_norm(y). `raw` is hyper_mix's of `mixes`
-// mixes, of which the first hc are taken. `y` may be null. Grid (m).
+// mixes, of which the first hc are taken. `y` may be null. Grid (m). Only `raw` is waited for: the kernel in
+// front is hyper_mix, which waited for the streams.
 extern "C" __global__ void hyper_enter(const HyperEnter a) {
-    wait_for_inputs();
-    launch_dependents();
     DYNAMIC_SHARED(float, shared);
     __shared__ float factor, weights[STREAMS_MAX];
     int mixes = a.mixes;
     const float* m = a.raw + (u64)blockIdx.x * (mixes + 1);
-    float r = stream_factor(m[mixes], a.hc * a.dim, a.norm_eps);
     // Values, then the chain sums of runs.
     float* values = shared;
     float* runs = shared + a.dim;
@@ -80,8 +94,16 @@ extern "C" __global__ void hyper_enter(const HyperEnter a) {
 #pragma unroll
     for (int j = 0; j < STREAMS_MAX; j++)
         if (j < a.hc && run < a.dim / 4) next[j] = ((const uint2*)(streams + (u64)j * a.dim))[run];
-    if ((int)threadIdx.x < a.hc)
-        weights[threadIdx.x] = sigmoid_c(m[threadIdx.x] * r * a.scale[0] + a.base[threadIdx.x]) + a.hc_eps;
+    float4 norms = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (run < a.dim / 4) norms = ((const float4*)a.weight)[run];
+    float scale = 0.0f, base = 0.0f;
+    if ((int)threadIdx.x < a.hc) scale = a.scale[0], base = a.base[threadIdx.x];
+    wait_for_inputs();
+    launch_dependents();
+    if ((int)threadIdx.x < a.hc) {
+        float r = stream_factor(m[mixes], a.hc * a.dim, a.norm_eps);
+        weights[threadIdx.x] = sigmoid_c(m[threadIdx.x] * r * scale + base) + a.hc_eps;
+    }
     __syncthreads();
     for (; run < a.dim / 4; run += blockDim.x) {
         float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -114,7 +136,7 @@ extern "C" __global__ void hyper_enter(const HyperEnter a) {
     float norm = factor;
     for (int run = threadIdx.x; run < a.dim / 4; run += blockDim.x) {
         float4 v = ((const float4*)values)[run];
-        float4 w = ((const float4*)a.weight)[run];
+        float4 w = run == (int)threadIdx.x ? norms : ((const float4*)a.weight)[run];
         ((uint2*)(a.x + (u64)blockIdx.x * a.dim))[run] =
             make_uint2(bf16_pair(v.x * norm * w.x, v.y * norm * w.y), bf16_pair(v.z * norm * w.z, v.w * norm * w.w));
     }
@@ -132,17 +154,14 @@ struct HyperLeave {
 };
 
 // The streams after a sublayer, in place: h_k = bf16(post_k · y + Σ_j comb_jk · h_j). With `taps`, their mean
-// goes to taps[m, tap_stride] from `tap_at` on. Grid (m, dim / (4 · threads)).
+// goes to taps[m, tap_stride] from `tap_at` on. Grid (m, dim / (4 · threads)). The streams
+// are read before `y` is waited for: several kernels lie between them.
 extern "C" __global__ void hyper_leave(const HyperLeave a) {
-    wait_for_inputs();
-    launch_dependents();
     int run = blockIdx.y * blockDim.x + threadIdx.x;
     if (run >= a.dim / 4) return;
     const float* post = a.mix + (u64)blockIdx.x * (a.hc + a.hc * a.hc);
     const float* comb = post + a.hc;
     u16* streams = a.h + (u64)blockIdx.x * a.hc * a.dim;
-    uint2 s = ((const uint2*)(a.y + (u64)blockIdx.x * a.dim))[run];
-    float result[4] = {bf16_lo(s.x), bf16_hi(s.x), bf16_lo(s.y), bf16_hi(s.y)};
     float old[STREAMS_MAX][4];
 #pragma unroll
     for (int j = 0; j < STREAMS_MAX; j++) {
@@ -154,6 +173,10 @@ extern "C" __global__ void hyper_leave(const HyperLeave a) {
             old[j][3] = bf16_hi(v.y);
         }
     }
+    wait_for_inputs();
+    launch_dependents();
+    uint2 s = ((const uint2*)(a.y + (u64)blockIdx.x * a.dim))[run];
+    float result[4] = {bf16_lo(s.x), bf16_hi(s.x), bf16_lo(s.y), bf16_hi(s.y)};
     float mean[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int k = 0; k < STREAMS_MAX; k++) {

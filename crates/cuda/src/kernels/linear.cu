@@ -98,6 +98,7 @@ DEV void linear_body(const LinearParams &p) {
 
 #define LINEAR_ALL(NAME, F, ONE)           \
   LINEAR(NAME##_r1_m1, F, 1, 1, 4, ONE, 2) \
+  LINEAR(NAME##_r2_m1_deep, F, 2, 1, 6, ONE, 2) \
   LINEAR(NAME##_r2_m1, F, 2, 1, 4, ONE, 2) \
   LINEAR(NAME##_r1_m2, F, 1, 2, 3, 512, 1) \
   LINEAR(NAME##_r1_m4, F, 1, 4, 3, 512, 1) \
@@ -127,6 +128,9 @@ struct SplitParams {
   u32 out_fp32;
 };
 
+// Steps of a warp whose weights are fetched before the activations are waited for.
+#define SPLIT_AHEAD 4
+
 // One block takes one weight row and one activation row; warps share the steps, then the first
 // warp adds them up per lane in their order.
 template <int F>
@@ -137,13 +141,18 @@ DEV void split_body(const SplitParams &p) {
   u32 lane = lane_id(), warps = blockDim.x / 32;
   u32 row = blockIdx.x, m = blockIdx.y;
   const uint4 *w = (const uint4 *)p.w + (u64)row * runs;
+  uint4 ahead[SPLIT_AHEAD];
+#pragma unroll
+  for (u32 n = 0; n < SPLIT_AHEAD; n++) {
+    u32 run = (warp_id() + n * warps) * LANES + lane;
+    ahead[n] = run < runs ? __ldg(w + run) : make_uint4(0, 0, 0, 0);
+  }
   launch_dependents();
   wait_for_inputs();
-  for (u32 step = warp_id(); step < steps; step += warps) {
+  auto take = [&](u32 step, uint4 word) {
     u32 run = step * LANES + lane;
     float s = 0.0f;
     if (run < runs) {
-      uint4 word = __ldg(w + run);
       const u16 *x = p.x + (u64)m * p.x_stride + run * N;
 #pragma unroll
       for (int q = 0; q < (int)N / 4; q++) {
@@ -157,6 +166,15 @@ DEV void split_body(const SplitParams &p) {
       }
     }
     sums[step * LANES + lane] = s;
+  };
+#pragma unroll
+  for (u32 n = 0; n < SPLIT_AHEAD; n++) {
+    u32 step = warp_id() + n * warps;
+    if (step < steps) take(step, ahead[n]);
+  }
+  for (u32 step = warp_id() + SPLIT_AHEAD * warps; step < steps; step += warps) {
+    u32 run = step * LANES + lane;
+    take(step, run < runs ? __ldg(w + run) : make_uint4(0, 0, 0, 0));
   }
   __syncthreads();
   if (warp_id() != 0) return;

@@ -52,7 +52,8 @@ impl Ops<'_> {
         let params = AttendScores { keys, q, heads: count, width, scale, scores, scores_stride, spread };
         let groups = heads.heads.div_ceil(HEADS);
         let more = usize::from(spread.mix != DevicePtr::NULL);
-        self.run((list / BLOCK + more, groups, m), 256, &params)?;
+        let first = Self { dependent: self.dependent && !self.joined, ..*self };
+        first.run((list / BLOCK + more, groups, m), 256, &params)?;
         let (table, rope) = (table.at, int(table.rope));
         let chunk = list.min(CHUNK);
         let params = AttendValues {
