@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 mod api {
+    mod chat;
     mod client;
+    mod deepseek;
     pub(crate) mod support;
 }
 
@@ -326,7 +328,7 @@ async fn impossible_requests_never_reach_the_coordinator() {
         HTTP/1.1 404 Not Found
         content-type: application/json
 
-        {"error":{"message":"no route GET /v2; there are POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)","type":"invalid_request_error","param":null,"code":"no_route"}}"#]].assert_eq(&server.get("/v2").await);
+        {"error":{"message":"no route GET /v2; there are POST /v1/chat/completions, POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)","type":"invalid_request_error","param":null,"code":"no_route"}}"#]].assert_eq(&server.get("/v2").await);
     assert_eq!(server.script.requests(), []);
 }
 
@@ -344,7 +346,7 @@ async fn a_prompt_is_scored() {
     let server = Server::start(Script::saying(events)).await;
     let body = json!({"prompt": [0, 300, 20], "max_tokens": 0, "score": 2, "temperature": 0});
     let answer = json_body(&server.post(&body).await);
-    expect![[r#"{"finish_reason":"length","index":0,"logprobs":null,"prompt_scores":{"argmax":[300,301,302],"logprobs":[-0.5,-1.0],"mean_nll":0.75,"top":[[[300,-0.5],[4,-1.25]],[[301,-0.5],[4,-1.25]],[[302,-0.5],[4,-1.25]]]},"text":""}"#]].assert_eq(&answer["choices"][0].to_string());
+    expect![[r#"{"index":0,"text":"","logprobs":null,"finish_reason":"length","prompt_scores":{"argmax":[300,301,302],"logprobs":[-0.5,-1.0],"top":[[[300,-0.5],[4,-1.25]],[[301,-0.5],[4,-1.25]],[[302,-0.5],[4,-1.25]]],"mean_nll":0.75}}"#]].assert_eq(&answer["choices"][0].to_string());
     assert_eq!(server.script.requests()[0].score, Some(2));
 }
 
@@ -355,14 +357,14 @@ async fn health_is_green_only_while_tokens_go_round() {
         HTTP/1.1 200 OK
         content-type: application/json
 
-        {"last_round_ms":120,"ready":true,"view":2}"#]]
+        {"ready":true,"view":2,"last_round_ms":120}"#]]
     .assert_eq(&server.get("/health").await);
     server.script.set_ready(false);
     expect![[r#"
         HTTP/1.1 503 Service Unavailable
         content-type: application/json
 
-        {"last_round_ms":120,"ready":false,"reason":"layers 3:7 are missing","view":2}"#]]
+        {"ready":false,"view":2,"last_round_ms":120,"reason":"layers 3:7 are missing"}"#]]
     .assert_eq(&server.get("/health").await);
     expect![[r#"
         HTTP/1.1 200 OK
@@ -373,7 +375,7 @@ async fn health_is_green_only_while_tokens_go_round() {
         HTTP/1.1 200 OK
         content-type: application/json
 
-        {"data":[{"context":2048,"created":0,"eos":[1],"id":"tiny","object":"model","owned_by":"ringfence","vocab":2048}],"object":"list"}"#]].assert_eq(&server.get("/v1/models").await);
+        {"object":"list","data":[{"id":"tiny","object":"model","created":0,"owned_by":"ringfence","context":2048,"vocab":2048,"eos":[1]}]}"#]].assert_eq(&server.get("/v1/models").await);
 }
 
 #[tokio::test]

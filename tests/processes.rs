@@ -4,6 +4,7 @@
 mod processes {
     mod busy;
     mod churn;
+    mod clients;
     mod copy;
     mod demo;
     mod detect;

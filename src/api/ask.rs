@@ -1,29 +1,39 @@
-//! The body of `POST /v1/completions`, read and checked: an [`Ask`] has no impossible value.
+//! The bodies of `POST /v1/completions` and `/v1/chat/completions`, read and checked: an [`Ask`] has no
+//! impossible value.
 //!
-//! Owns the field table of `docs/api.md`: defaults, ranges, and what is refused by name.
+//! Owns the field tables of `docs/api.md`: defaults, ranges, and what is refused by name.
 
 use serde_json::{Map, Value};
 
+use crate::api::chat::Reading;
 use crate::api::error::ApiError;
+use crate::api::fields::{Fields, invalid};
 use crate::api::score::SCORE_TOP_MAX;
+use crate::api::speech::{Defaults, Speech};
 use crate::api::stop::{STOP_BYTES_MAX, STOPS_MAX};
 use crate::api::text::Vocabulary;
 use crate::coordinator::job::{Mode, ModelFacts, Request, SubmitError};
 use crate::ids::{TokenId, WireEncoding};
 use crate::proto::control::Sampling;
 
-/// Default of `max_tokens`.
+/// Default of `max_tokens` of a completion.
 pub const MAX_TOKENS_DEFAULT: u32 = 16;
-/// Characters of an offending value that an error repeats.
-const GOT_CHARS_MAX: usize = 60;
+/// Default of `max_completion_tokens` of a chat, where the context has so much left.
+pub const CHAT_TOKENS_DEFAULT: u32 = 8192;
+/// The same of a chat that thinks first.
+pub const THINKING_TOKENS_DEFAULT: u32 = 65_536;
+/// Most choices of one request.
+pub const CHOICES_MAX: u32 = 16;
 /// Seeds that are drawn here stay exact in a JSON reader that knows only doubles.
 const SEED_BITS: u32 = 53;
 
 /// A request as the API takes it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Ask {
-    /// What the coordinator gets.
+    /// What the coordinator gets, once for every choice.
     pub request: Request,
+    /// Choices, each with a seed of its own ([`Ask::seed_of`]).
+    pub choices: u32,
     /// Stop strings, none empty.
     pub stops: Vec<String>,
     /// Server-sent events.
@@ -34,55 +44,172 @@ pub struct Ask {
     pub token_ids: bool,
     /// Top tokens to show per scored position (0: the scores alone).
     pub score_top: u32,
+    /// How a chat's answer is read; `None`: a completion.
+    pub chat: Option<Reading>,
 }
 
-/// Fields of OpenAI's API that would change the answer, with the values that change nothing.
-const UNSUPPORTED: &[(&str, &[&str], &str)] = &[
-    ("n", &["1"], "send one request per completion"),
-    ("best_of", &["1"], "send one request per completion"),
-    ("echo", &["false"], "put the prompt in front of the text yourself"),
-    ("logprobs", &[], "score a prompt with `score`"),
-    ("suffix", &["\"\""], "this model does not insert text"),
+/// A field of OpenAI's API that would change the answer, the values that change nothing, and what to do.
+type Unsupported = (&'static str, &'static [&'static str], &'static str);
+
+/// Those of both routes.
+const UNSUPPORTED: &[Unsupported] = &[
     ("presence_penalty", &["0", "0.0"], "leave it out"),
     ("frequency_penalty", &["0", "0.0"], "leave it out"),
     ("logit_bias", &["{}"], "leave it out"),
 ];
 
-/// Reads a body.
+/// Those of completions.
+const UNSUPPORTED_COMPLETION: &[Unsupported] = &[
+    ("best_of", &["1"], "ask for the choices with `n`"),
+    ("echo", &["false"], "put the prompt in front of the text yourself"),
+    ("logprobs", &[], "score a prompt with `score`"),
+    ("suffix", &["\"\""], "this model does not insert text"),
+];
+
+/// Those of chats.
+const UNSUPPORTED_CHAT: &[Unsupported] = &[
+    ("logprobs", &["false"], "score a prompt with `score` of /v1/completions"),
+    ("top_logprobs", &[], "score a prompt with `score` of /v1/completions"),
+    ("functions", &["[]"], "they are called tools"),
+    ("function_call", &["\"none\""], "it is called tool_choice"),
+    ("audio", &[], "this model writes text"),
+    ("modalities", &["[\"text\"]"], "this model writes text"),
+    ("prediction", &[], "leave it out"),
+    ("web_search_options", &[], "this server searches nothing"),
+    ("response_format", &["{\"type\":\"text\"}"], "nothing enforces a format: ask for it in the prompt"),
+    ("score", &[], "prompts are scored by /v1/completions"),
+    ("prompt_logprobs", &[], "prompts are scored by /v1/completions"),
+];
+
+impl Ask {
+    /// The seed of a choice: of the first one that of the request, of the others derived from it.
+    #[must_use]
+    pub fn seed_of(&self, choice: u32) -> u64 {
+        let seed = self.request.sampling.seed;
+        if choice == 0 {
+            return seed;
+        }
+        // SplitMix64's step and finish: neighbouring choices have nothing in common.
+        let mut mixed = seed.wrapping_add(u64::from(choice).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (mixed ^ (mixed >> 31)) >> (u64::BITS - SEED_BITS)
+    }
+}
+
+/// Reads the body of a completion.
 ///
 /// # Errors
 /// [`ApiError`], naming the field and what it may be.
-pub fn read(body: &[u8], model: &ModelFacts, text: &Vocabulary) -> Result<Ask, ApiError> {
-    let object: Map<String, Value> =
-        serde_json::from_slice(body).map_err(|why| ApiError::NotJson { why: why.to_string() })?;
+pub fn read(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask, ApiError> {
+    let object = parse(body)?;
     let fields = Fields(&object);
-    for &(field, harmless, hint) in UNSUPPORTED {
-        if fields.get(field).is_some_and(|value| !harmless.contains(&value.to_string().as_str())) {
-            return Err(ApiError::Unsupported { field, hint });
-        }
-    }
-    let (stream, include_usage) = read_stream(&fields)?;
+    refuse(&fields, UNSUPPORTED_COMPLETION)?;
+    let common = read_common(&fields, &speech.defaults)?;
     let score = read_score(&fields)?;
-    if score.is_some() && stream {
+    if score.is_some() && common.stream {
         return Err(ApiError::Unsupported { field: "score", hint: "scores come whole, without `stream`" });
+    }
+    if score.is_some() && common.choices > 1 {
+        return Err(ApiError::Unsupported { field: "n", hint: "a prompt has one score" });
     }
     let max_new = fields.integer("max_tokens", 0, u64::from(u32::MAX))?;
     let max_new = max_new.and_then(|n| u32::try_from(n).ok()).unwrap_or(MAX_TOKENS_DEFAULT);
     if max_new == 0 && score.is_none() {
         return Err(invalid("max_tokens", "1 or more (0 only with `score`)", &Value::from(0)));
     }
-    let (sampling, stops) = (read_sampling(&fields)?, read_stops(&fields)?);
-    let mode = fields.choice("mode", &[("pipelined", Mode::Pipelined), ("plain", Mode::Plain)])?;
-    let encoding = fields.choice("wire", &[("fp8", WireEncoding::Fp8), ("bf16", WireEncoding::Bf16)])?;
-    let (ignore_eos, token_ids) = (fields.flag("ignore_eos")?, fields.flag("return_token_ids")?);
-    let prompt = read_prompt(&fields, model, text)?;
-    let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-    if u64::from(prompt_len) + u64::from(max_new) > u64::from(model.context) {
-        return Err(SubmitError::TooLong { prompt: prompt_len, max_new, context: model.context }.into());
+    let prompt = read_prompt(&fields, model, &speech.vocabulary)?;
+    fits(&prompt, max_new, model)?;
+    Ok(Ask { score_top: score.unwrap_or(0), ..common.ask(prompt, max_new, score) })
+}
+
+/// Reads the body of a chat.
+///
+/// # Errors
+/// [`ApiError`], naming the field and what it may be.
+pub fn read_chat(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask, ApiError> {
+    let object = parse(body)?;
+    let fields = Fields(&object);
+    refuse(&fields, UNSUPPORTED_CHAT)?;
+    let common = read_common(&fields, &speech.defaults)?;
+    let most = u64::from(u32::MAX);
+    let (old, new) = (fields.integer("max_tokens", 1, most)?, fields.integer("max_completion_tokens", 1, most)?);
+    if let (Some(old), Some(new)) = (old, new)
+        && old != new
+    {
+        let expected = format!("the same as max_completion_tokens ({new}), or one of them alone");
+        return Err(invalid("max_tokens", &expected, &old.into()));
     }
-    // One top token is always asked for: it is the argmax, which a sampled token is not.
-    let request = Request { prompt, max_new, sampling, mode, encoding, score: score.map(|top| top.max(1)), ignore_eos };
-    Ok(Ask { request, stops, stream, include_usage, token_ids, score_top: score.unwrap_or(0) })
+    let max_new = new.or(old).and_then(|n| u32::try_from(n).ok());
+    let (prompt, reading) = speech.chat.prompt(&fields, &speech.vocabulary)?;
+    if let Some(id) = prompt.iter().find(|id| id.0 >= model.vocab) {
+        return Err(invalid("messages", &format!("tokens below {}", model.vocab), &Value::from(id.0)));
+    }
+    let left = model.context.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX));
+    let usual = if reading.thinks() { THINKING_TOKENS_DEFAULT } else { CHAT_TOKENS_DEFAULT };
+    let max_new = max_new.unwrap_or(usual.min(left).max(1));
+    fits(&prompt, max_new, model)?;
+    Ok(Ask { chat: Some(reading), ..common.ask(prompt, max_new, None) })
+}
+
+fn parse(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    serde_json::from_slice(body).map_err(|why| ApiError::NotJson { why: why.to_string() })
+}
+
+fn refuse(fields: &Fields<'_>, more: &[Unsupported]) -> Result<(), ApiError> {
+    for &(field, harmless, hint) in UNSUPPORTED.iter().chain(more) {
+        if fields.get(field).is_some_and(|value| !harmless.contains(&value.to_string().as_str())) {
+            return Err(ApiError::Unsupported { field, hint });
+        }
+    }
+    Ok(())
+}
+
+/// What both routes ask for.
+struct Common {
+    choices: u32,
+    stream: bool,
+    include_usage: bool,
+    sampling: Sampling,
+    stops: Vec<String>,
+    mode: Option<Mode>,
+    encoding: Option<WireEncoding>,
+    ignore_eos: bool,
+    token_ids: bool,
+}
+
+impl Common {
+    fn ask(self, prompt: Vec<TokenId>, max_new: u32, score: Option<u32>) -> Ask {
+        let Self { choices, stream, include_usage, sampling, stops, mode, encoding, ignore_eos, token_ids } = self;
+        // One top token is always asked for: it is the argmax, which a sampled token is not.
+        let score = score.map(|top| top.max(1));
+        let request = Request { prompt, max_new, sampling, mode, encoding, score, ignore_eos };
+        Ask { request, choices, stops, stream, include_usage, token_ids, score_top: 0, chat: None }
+    }
+}
+
+fn read_common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Common, ApiError> {
+    let choices = fields.integer("n", 1, u64::from(CHOICES_MAX))?.and_then(|n| u32::try_from(n).ok());
+    let (stream, include_usage) = read_stream(fields)?;
+    Ok(Common {
+        choices: choices.unwrap_or(1),
+        stream,
+        include_usage,
+        sampling: read_sampling(fields, defaults)?,
+        stops: read_stops(fields)?,
+        mode: fields.choice("mode", &[("pipelined", Mode::Pipelined), ("plain", Mode::Plain)])?,
+        encoding: fields.choice("wire", &[("fp8", WireEncoding::Fp8), ("bf16", WireEncoding::Bf16)])?,
+        ignore_eos: fields.flag("ignore_eos")?,
+        token_ids: fields.flag("return_token_ids")?,
+    })
+}
+
+fn fits(prompt: &[TokenId], max_new: u32, model: &ModelFacts) -> Result<(), ApiError> {
+    let prompt = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+    if u64::from(prompt) + u64::from(max_new) > u64::from(model.context) {
+        return Err(SubmitError::TooLong { prompt, max_new, context: model.context }.into());
+    }
+    Ok(())
 }
 
 fn read_stream(fields: &Fields<'_>) -> Result<(bool, bool), ApiError> {
@@ -109,13 +236,13 @@ fn read_score(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(score.or(alias).and_then(|top| u32::try_from(top).ok()))
 }
 
-fn read_sampling(fields: &Fields<'_>) -> Result<Sampling, ApiError> {
-    let temperature = fields.number("temperature", 0.0, 2.0)?.unwrap_or(1.0);
-    let top_p = fields.number("top_p", 0.0, 1.0)?.unwrap_or(1.0);
+fn read_sampling(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sampling, ApiError> {
+    let temperature = fields.number("temperature", 0.0, 2.0)?.unwrap_or(defaults.temperature);
+    let top_p = fields.number("top_p", 0.0, 1.0)?.unwrap_or(defaults.top_p);
     if top_p <= 0.0 {
         return Err(invalid("top_p", "a number above 0, up to 1", &fields.value("top_p")));
     }
-    let top_k = fields.integer("top_k", 0, u64::from(u32::MAX))?.and_then(|k| u32::try_from(k).ok()).unwrap_or(0);
+    let top_k = fields.integer("top_k", 0, u64::from(u32::MAX))?.and_then(|k| u32::try_from(k).ok());
     let seed = match fields.get("seed") {
         None => rand::random::<u64>() >> (u64::BITS - SEED_BITS),
         // A negative seed is taken as its two's complement.
@@ -124,7 +251,7 @@ fn read_sampling(fields: &Fields<'_>) -> Result<Sampling, ApiError> {
             .or_else(|| value.as_i64().map(i64::cast_unsigned))
             .ok_or_else(|| invalid("seed", "an integer from -2^63 to 2^64 - 1", value))?,
     };
-    Ok(Sampling { temperature, top_k, top_p, seed })
+    Ok(Sampling { temperature, top_k: top_k.unwrap_or(defaults.top_k), top_p, seed })
 }
 
 fn read_stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
@@ -176,248 +303,5 @@ fn read_id(at: usize, value: &Value, vocab: u32) -> Result<TokenId, ApiError> {
     })
 }
 
-fn invalid(field: &'static str, expected: &str, got: &Value) -> ApiError {
-    let mut got = got.to_string();
-    if let Some((cut, _)) = got.char_indices().nth(GOT_CHARS_MAX) {
-        got.truncate(cut);
-        got.push('…');
-    }
-    ApiError::Invalid { field, expected: expected.to_owned(), got }
-}
-
-/// Typed access to the fields of an object; `null` counts as absent.
-struct Fields<'a>(&'a Map<String, Value>);
-
-impl<'a> Fields<'a> {
-    fn get(&self, field: &str) -> Option<&'a Value> {
-        self.0.get(field).filter(|value| !value.is_null())
-    }
-
-    fn value(&self, field: &str) -> Value {
-        self.get(field).cloned().unwrap_or(Value::Null)
-    }
-
-    fn integer(&self, field: &'static str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
-        let Some(value) = self.get(field) else { return Ok(None) };
-        let number = value.as_u64().filter(|n| (least..=most).contains(n));
-        number.map(Some).ok_or_else(|| invalid(field, &format!("an integer from {least} to {most}"), value))
-    }
-
-    #[allow(clippy::cast_possible_truncation, reason = "the range is checked; the tail samples in f32")]
-    fn number(&self, field: &'static str, least: f64, most: f64) -> Result<Option<f32>, ApiError> {
-        let Some(value) = self.get(field) else { return Ok(None) };
-        let number = value.as_f64().filter(|n| (least..=most).contains(n));
-        number.map(|n| Some(n as f32)).ok_or_else(|| invalid(field, &format!("a number from {least} to {most}"), value))
-    }
-
-    fn flag(&self, field: &'static str) -> Result<bool, ApiError> {
-        let Some(value) = self.get(field) else { return Ok(false) };
-        value.as_bool().ok_or_else(|| invalid(field, "true or false", value))
-    }
-
-    fn choice<T: Copy>(&self, field: &'static str, choices: &[(&str, T)]) -> Result<Option<T>, ApiError> {
-        let Some(value) = self.get(field) else { return Ok(None) };
-        let chosen = choices.iter().find(|(name, _)| value.as_str() == Some(name));
-        let names = || choices.iter().map(|(name, _)| format!("\"{name}\"")).collect::<Vec<_>>().join(" or ");
-        chosen.map(|&(_, choice)| Some(choice)).ok_or_else(|| invalid(field, &names(), value))
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use serde_json::json;
-    use std::sync::OnceLock;
-
-    fn read_value(body: &Value) -> Result<Ask, ApiError> {
-        static TINY: OnceLock<Vocabulary> = OnceLock::new();
-        let json = include_bytes!("../../models/tiny-v4-flash/tokenizer.json");
-        let text = TINY.get_or_init(|| Vocabulary::from_bytes(json, &[TokenId(1)]).unwrap());
-        let model = ModelFacts { name: "tiny".into(), vocab: 2048, eos: vec![TokenId(1)], context: 2048 };
-        read(body.to_string().as_bytes(), &model, text)
-    }
-
-    fn message(body: &Value) -> String {
-        read_value(body).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn defaults_are_those_of_openai() {
-        let ask = read_value(&json!({"prompt": "And the LORD", "model": "whatever", "unknown": [1, {}]})).unwrap();
-        assert_eq!(ask.request.max_new, 16);
-        let Sampling { temperature, top_k, top_p, seed } = ask.request.sampling;
-        assert_eq!((temperature, top_k, top_p), (1.0, 0, 1.0));
-        assert!(seed < 1 << SEED_BITS);
-        assert_eq!((ask.request.mode, ask.request.encoding, ask.request.score), (None, None, None));
-        assert!(!(ask.stream || ask.include_usage || ask.token_ids || ask.request.ignore_eos));
-        let other = read_value(&json!({"prompt": "And the LORD"})).unwrap();
-        assert_ne!(seed, other.request.sampling.seed, "seeds are drawn");
-    }
-
-    #[test]
-    fn a_prompt_is_text_or_ids_alone_or_as_the_only_one() {
-        let text = read_value(&json!({"prompt": "Moses"})).unwrap().request.prompt;
-        for prompt in [json!(["Moses"]), json!(text), json!([text])] {
-            assert_eq!(read_value(&json!({"prompt": prompt})).unwrap().request.prompt, text);
-        }
-    }
-
-    #[test]
-    fn every_field_arrives() {
-        let ask = read_value(&json!({
-            "prompt": [0, 2047], "max_tokens": 0, "score": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": -1,
-            "stop": ["a", "b"], "mode": "plain", "wire": "bf16", "ignore_eos": true, "return_token_ids": true, "n": 1,
-        }))
-        .unwrap();
-        let sampling = Sampling { temperature: 0.5, top_k: 3, top_p: 0.25, seed: u64::MAX };
-        let request = Request {
-            prompt: vec![TokenId(0), TokenId(2047)],
-            max_new: 0,
-            sampling,
-            mode: Some(Mode::Plain),
-            encoding: Some(WireEncoding::Bf16),
-            score: Some(5),
-            ignore_eos: true,
-        };
-        assert_eq!((ask.request, ask.score_top, ask.token_ids), (request, 5, true));
-        assert_eq!(ask.stops, ["a", "b"]);
-    }
-
-    #[test]
-    fn impossible_values_are_refused_by_name_and_range() {
-        let long = "x".repeat(257);
-        let table = [
-            (json!({}), "prompt: missing, expected a text or an array of token ids"),
-            (json!({"prompt": ""}), "prompt: expected one token or more, got \"\""),
-            (json!({"prompt": []}), "prompt: expected one token or more, got []"),
-            (json!({"prompt": {"a": 1}}), "prompt: expected a text or an array of token ids, got {\"a\":1}"),
-            (json!({"prompt": [1, 2048]}), "prompt: expected a token id from 0 to 2047 at index 1, got 2048"),
-            (json!({"prompt": [1, -1]}), "prompt: expected a token id from 0 to 2047 at index 1, got -1"),
-            (json!({"prompt": [1.5]}), "prompt: expected a token id from 0 to 2047 at index 0, got 1.5"),
-            (json!({"prompt": ["a", "b"]}), "prompt: not supported by this server: send one request per prompt"),
-            (json!({"prompt": "a", "max_tokens": 0}), "max_tokens: expected 1 or more (0 only with `score`), got 0"),
-            (json!({"prompt": "a", "max_tokens": -1}), "max_tokens: expected an integer from 0 to 4294967295, got -1"),
-            (
-                json!({"prompt": "a", "max_tokens": "9"}),
-                "max_tokens: expected an integer from 0 to 4294967295, got \"9\"",
-            ),
-            (json!({"prompt": "a", "temperature": 2.5}), "temperature: expected a number from 0 to 2, got 2.5"),
-            (json!({"prompt": "a", "temperature": "hot"}), "temperature: expected a number from 0 to 2, got \"hot\""),
-            (json!({"prompt": "a", "top_p": 0}), "top_p: expected a number above 0, up to 1, got 0"),
-            (json!({"prompt": "a", "top_p": 1.1}), "top_p: expected a number from 0 to 1, got 1.1"),
-            (json!({"prompt": "a", "top_k": -1}), "top_k: expected an integer from 0 to 4294967295, got -1"),
-            (json!({"prompt": "a", "seed": 0.5}), "seed: expected an integer from -2^63 to 2^64 - 1, got 0.5"),
-            (
-                json!({"prompt": "a", "stop": ""}),
-                "stop: expected a string or up to 4 strings, each of 1 to 256 bytes, got \"\"",
-            ),
-            (
-                json!({"prompt": "a", "stop": ["a", 1]}),
-                "stop: expected a string or up to 4 strings, each of 1 to 256 bytes, got [\"a\",1]",
-            ),
-            (
-                json!({"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}),
-                "stop: expected a string or up to 4 strings, each of 1 to 256 bytes, got [\"a\",\"b\",\"c\",\"d\",\"e\"]",
-            ),
-            (json!({"prompt": "a", "mode": "fast"}), "mode: expected \"pipelined\" or \"plain\", got \"fast\""),
-            (json!({"prompt": "a", "wire": "fp16"}), "wire: expected \"fp8\" or \"bf16\", got \"fp16\""),
-            (json!({"prompt": "a", "stream": 1}), "stream: expected true or false, got 1"),
-            (
-                json!({"prompt": "a", "stream_options": {}}),
-                "stream_options: not supported by this server: only together with \"stream\": true",
-            ),
-            (json!({"prompt": "a", "score": 21}), "score: expected an integer from 0 to 20, got 21"),
-            (
-                json!({"prompt": "a", "score": 1, "prompt_logprobs": 2}),
-                "prompt_logprobs: expected the same as score (1), or one of them alone, got 2",
-            ),
-            (
-                json!({"prompt": "a", "score": 1, "stream": true}),
-                "score: not supported by this server: scores come whole, without `stream`",
-            ),
-            (json!({"prompt": "a", "n": 2}), "n: not supported by this server: send one request per completion"),
-            (
-                json!({"prompt": "a", "echo": true}),
-                "echo: not supported by this server: put the prompt in front of the text yourself",
-            ),
-            (json!({"prompt": "a", "logit_bias": {"5": 1}}), "logit_bias: not supported by this server: leave it out"),
-            (
-                json!({"prompt": [1, 2], "max_tokens": 2047}),
-                "prompt of 2 tokens + max_tokens 2047 is more than the context of 2048: shorten one of them",
-            ),
-            (json!([1]), "the body is not a JSON object: invalid type: sequence, expected a map at line 1 column 0"),
-        ];
-        for (body, expected) in table {
-            assert_eq!(message(&body), expected, "{body}");
-        }
-        assert!(message(&json!({"prompt": "a", "stop": long})).len() < 200, "an error repeats the value shortened");
-        assert!(read_value(&json!({"prompt": [1, 2], "max_tokens": 2046})).is_ok());
-    }
-
-    fn any_json() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<f64>().prop_map(Value::from),
-            (0u64..3000).prop_map(Value::from),
-            "\\PC{0,8}".prop_map(Value::from),
-            prop::sample::select(vec!["pipelined", "fp8", "plain"]).prop_map(Value::from),
-        ];
-        leaf.prop_recursive(3, 24, 6, |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
-                prop::collection::btree_map("\\PC{0,4}", inner, 0..4)
-                    .prop_map(|map| Value::Object(map.into_iter().collect())),
-            ]
-        })
-    }
-
-    fn any_body() -> impl Strategy<Value = Value> {
-        let known = prop::sample::select(vec![
-            "prompt",
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "stop",
-            "stream",
-            "stream_options",
-            "mode",
-            "wire",
-            "ignore_eos",
-            "return_token_ids",
-            "score",
-            "prompt_logprobs",
-            "n",
-            "logit_bias",
-            "echo",
-        ]);
-        prop::collection::btree_map(known.prop_map(str::to_owned), any_json(), 0..8)
-            .prop_map(|map| Value::Object(map.into_iter().collect()))
-    }
-
-    proptest! {
-        #[test]
-        fn no_body_panics_and_what_is_taken_is_possible(body in any_body()) {
-            if let Ok(ask) = read_value(&body) {
-                prop_assert!(!ask.request.prompt.is_empty() && ask.request.prompt.iter().all(|id| id.0 < 2048));
-                prop_assert!(ask.request.prompt.len() as u64 + u64::from(ask.request.max_new) <= 2048);
-                prop_assert!(ask.request.max_new > 0 || ask.request.score.is_some());
-                prop_assert!((0.0..=2.0).contains(&ask.request.sampling.temperature));
-                prop_assert!(ask.stops.len() <= STOPS_MAX);
-            }
-        }
-
-        #[test]
-        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            let model = ModelFacts { name: "tiny".into(), vocab: 2048, eos: vec![], context: 2048 };
-            let json = include_bytes!("../../models/tiny-v4-flash/tokenizer.json");
-            static TINY: OnceLock<Vocabulary> = OnceLock::new();
-            let text = TINY.get_or_init(|| Vocabulary::from_bytes(json, &[]).unwrap());
-            let _ = read(&bytes, &model, text);
-        }
-    }
-}
+mod tests;

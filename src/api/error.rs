@@ -67,6 +67,12 @@ pub enum ApiError {
     /// The prompt's text could not be turned into ids.
     #[error("prompt: {0}")]
     Prompt(#[from] EncodeError),
+    /// The messages of a chat are none that the model's template takes.
+    #[error("messages: {why}")]
+    Messages {
+        /// What the template said.
+        why: String,
+    },
     /// The coordinator did not take it.
     #[error(transparent)]
     Submit(#[from] SubmitError),
@@ -110,13 +116,19 @@ pub enum ApiError {
     },
     /// No such route.
     #[error(
-        "no route {method} {path}; there are POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)"
+        "no route {method} {path}; there are POST /v1/chat/completions, POST /v1/completions, GET /v1/streams/REQUEST, GET /v1/models, GET /health, GET /ring (docs/api.md)"
     )]
     NoRoute {
         /// The method.
         method: String,
         /// The path.
         path: String,
+    },
+    /// Another model is asked about.
+    #[error("this server serves {served} alone")]
+    NoModel {
+        /// The model served.
+        served: String,
     },
     /// The route has other methods.
     #[error("{path} does not take {method}")]
@@ -161,6 +173,7 @@ impl ApiError {
             Self::Missing { field, .. } => (StatusCode::BAD_REQUEST, "missing_field", Some(field)),
             Self::Unsupported { field, .. } => (StatusCode::BAD_REQUEST, "unsupported_field", Some(field)),
             Self::Prompt(_) => (StatusCode::BAD_REQUEST, "invalid_value", Some("prompt")),
+            Self::Messages { .. } => (StatusCode::BAD_REQUEST, "invalid_value", Some("messages")),
             Self::Submit(SubmitError::NotReady { .. }) | Self::Job(JobError::NotReady { .. }) => {
                 (StatusCode::SERVICE_UNAVAILABLE, "ring_not_ready", None)
             }
@@ -183,6 +196,7 @@ impl ApiError {
             Self::StreamElsewhere { .. } => (StatusCode::CONFLICT, "detached", None),
             Self::LastEvent { .. } => (StatusCode::BAD_REQUEST, "invalid_value", Some("last-event-id")),
             Self::NoRoute { .. } => (StatusCode::NOT_FOUND, "no_route", None),
+            Self::NoModel { .. } => (StatusCode::NOT_FOUND, "model_not_found", Some("model")),
             Self::Method { .. } => (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", None),
         }
     }

@@ -1,8 +1,8 @@
 //! The HTTP service of a coordinator: a request comes in, its answer goes out.
 //!
-//! [`server`] has the routes and the limits; [`ask`] reads a request, [`text`] turns it into token
-//! ids; a session's events become an answer through [`stop`] and [`score`]; `resume` reads one on over
-//! another connection. What is behind it is a
+//! [`server`] has the routes and the limits; [`ask`] reads a request, [`text`] and [`chat`] turn it into
+//! token ids; a session's events become an answer through [`chat`], [`stop`] and [`score`]; `resume` reads
+//! one on over another connection. What is behind it is a
 //! [`Serve`]; `docs/api.md` has every field and status.
 
 use std::sync::Arc;
@@ -14,13 +14,17 @@ use crate::coordinator::job::Serve;
 
 mod answer;
 pub mod ask;
+pub mod chat;
 pub mod error;
+mod fields;
 mod resume;
 pub mod score;
 pub mod server;
 mod session;
+pub mod speech;
 mod stall;
 pub mod stop;
+mod stream;
 pub mod text;
 mod transcript;
 
@@ -32,9 +36,9 @@ pub const HTTP_PORT: u16 = 8080;
 pub async fn serve(
     listener: TcpListener,
     coordinator: Arc<dyn Serve>,
-    vocabulary: text::Vocabulary,
+    speech: speech::Speech,
     mut stop: watch::Receiver<bool>,
 ) {
-    let api = server::Api::new(coordinator, Arc::new(vocabulary), server::Settings::default());
+    let api = server::Api::new(coordinator, Arc::new(speech), server::Settings::default());
     api.run(listener, async move { drop(stop.wait_for(|&stop| stop).await) }).await;
 }

@@ -6,6 +6,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::api::answer::{REQUEST_PREFIX, request_name};
 use crate::api::ask::Ask;
+use crate::api::chat::Reading;
 use crate::api::error::ApiError;
 use crate::coordinator::job::{Attached, Client};
 use crate::ids::SessionId;
@@ -23,6 +24,9 @@ struct Form {
     stops: Vec<String>,
     include_usage: bool,
     token_ids: bool,
+    /// How a chat's answer is read; a completion has none.
+    #[serde(default)]
+    chat: Option<Reading>,
 }
 
 /// The header with a client's own name of its request, as `OpenAI` calls it.
@@ -55,7 +59,22 @@ fn name(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
 /// [`ApiError::Invalid`] where its name for the request is none.
 pub(crate) fn client(ask: &Ask, created: u64, headers: &HeaderMap) -> Result<Client, ApiError> {
     let name = name(headers)?;
-    let form = Form { created, stops: ask.stops.clone(), include_usage: ask.include_usage, token_ids: ask.token_ids };
+    if ask.choices > 1 {
+        // Its choices are as many sessions, whose events have no order of their own.
+        return match name {
+            Some(_) => {
+                Err(ApiError::Unsupported { field: "n", hint: "an answer that is read on by name has one choice" })
+            }
+            None => Ok(Client { resumable: false, authorization: authorization(headers), ..Client::default() }),
+        };
+    }
+    let form = Form {
+        created,
+        stops: ask.stops.clone(),
+        include_usage: ask.include_usage,
+        token_ids: ask.token_ids,
+        chat: ask.chat,
+    };
     Ok(Client {
         resumable: ask.stream || name.is_some(),
         name,
@@ -129,11 +148,13 @@ pub(crate) fn ask(attached: &Attached) -> Result<(Ask, u64), ApiError> {
     let form: Form = serde_json::from_slice(&attached.form).map_err(unread)?;
     let ask = Ask {
         request: attached.request.clone(),
+        choices: 1,
         stops: form.stops,
         stream: true,
         include_usage: form.include_usage,
         token_ids: form.token_ids,
         score_top: 0,
+        chat: form.chat,
     };
     Ok((ask, form.created))
 }

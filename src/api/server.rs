@@ -15,21 +15,22 @@ use axum::routing::{get, post};
 use futures::StreamExt;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::api::answer::Label;
-use crate::api::ask;
+use crate::api::ask::{self, Ask};
 use crate::api::error::ApiError;
 use crate::api::resume;
 use crate::api::session::Session;
+use crate::api::speech::Speech;
 use crate::api::stall::Stall;
-use crate::api::text::Vocabulary;
+use crate::api::stream::Answer;
 use crate::clock;
-use crate::coordinator::job::{AttachError, Serve};
+use crate::coordinator::job::{AttachError, ModelFacts, Serve};
 
 /// Bytes of a body that hold no prompt: other fields, white space.
 const BODY_BYTES_BASE: usize = 256 << 10;
@@ -75,7 +76,7 @@ impl Default for Settings {
 #[derive(Clone)]
 pub struct Api {
     serve: Arc<dyn Serve>,
-    vocabulary: Arc<Vocabulary>,
+    speech: Arc<Speech>,
     settings: Settings,
 }
 
@@ -86,10 +87,10 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// An API in front of `serve`, whose text is that of `vocabulary`.
+    /// An API in front of `serve`, whose text is that of `speech`.
     #[must_use]
-    pub fn new(serve: Arc<dyn Serve>, vocabulary: Arc<Vocabulary>, settings: Settings) -> Self {
-        Self { serve, vocabulary, settings }
+    pub fn new(serve: Arc<dyn Serve>, speech: Arc<Speech>, settings: Settings) -> Self {
+        Self { serve, speech, settings }
     }
 
     /// Serves connections of `listener` until `shutdown` resolves; then lets open requests end for
@@ -127,8 +128,10 @@ impl Api {
     fn router(self) -> Router {
         Router::new()
             .route("/v1/completions", post(completions))
+            .route("/v1/chat/completions", post(chat_completions))
             .route("/v1/streams/{request}", get(streams))
             .route("/v1/models", get(models))
+            .route("/v1/models/{*name}", get(model))
             .route("/health", get(health))
             .route("/ring", get(ring))
             .fallback(no_route)
@@ -166,21 +169,45 @@ async fn connection(
 }
 
 async fn completions(State(api): State<Api>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
-    let model = api.serve.model();
-    let positions = usize::try_from(model.context).unwrap_or(usize::MAX);
-    let limit = positions.saturating_mul(BODY_BYTES_PER_POSITION).saturating_add(BODY_BYTES_BASE);
-    let wait = api.settings.body_wait;
-    let body = timeout(wait, read_body(body, limit))
-        .await
-        .map_err(|_| ApiError::BodyTimeout { seconds: wait.as_secs() })??;
-    // A long prompt takes a while to tokenize: not on a thread that drives connections.
-    let vocabulary = Arc::clone(&api.vocabulary);
-    let read = tokio::task::spawn_blocking(move || ask::read(&body, &model, &vocabulary).map(|ask| (ask, model)));
-    let (ask, model) = read.await.map_err(|why| ApiError::Internal { why: why.to_string() })??;
-    let created = clock::unix_seconds();
-    let job = api.serve.submit_as(ask.request.clone(), resume::client(&ask, created, &headers)?)?;
-    let session = Session::new(job, &ask, Label::new(&ask, created, &model), api.vocabulary);
-    if ask.stream { session.stream(api.settings.keep_alive).await } else { session.whole().await }
+    api.answer(&headers, body, ask::read).await
+}
+
+async fn chat_completions(State(api): State<Api>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
+    api.answer(&headers, body, ask::read_chat).await
+}
+
+/// Reads a body of one of the routes.
+type Read = fn(&[u8], &ModelFacts, &Speech) -> Result<Ask, ApiError>;
+
+impl Api {
+    /// Answers a request.
+    async fn answer(self, headers: &HeaderMap, body: Body, read: Read) -> Result<Response, ApiError> {
+        let model = self.serve.model();
+        let positions = usize::try_from(model.context).unwrap_or(usize::MAX);
+        let limit = positions.saturating_mul(BODY_BYTES_PER_POSITION).saturating_add(BODY_BYTES_BASE);
+        let wait = self.settings.body_wait;
+        let body = timeout(wait, read_body(body, limit))
+            .await
+            .map_err(|_| ApiError::BodyTimeout { seconds: wait.as_secs() })??;
+        // A long prompt takes a while to tokenize: not on a thread that drives connections.
+        let speech = Arc::clone(&self.speech);
+        let read = tokio::task::spawn_blocking(move || read(&body, &model, &speech).map(|ask| (ask, model)));
+        let (ask, model) = read.await.map_err(|why| ApiError::Internal { why: why.to_string() })??;
+        let created = clock::unix_seconds();
+        let client = resume::client(&ask, created, headers)?;
+        let mut sessions = Vec::new();
+        for choice in 0..ask.choices {
+            let mut request = ask.request.clone();
+            request.sampling.seed = ask.seed_of(choice);
+            // Where one is refused, those before it are dropped, which cancels them.
+            let job = self.serve.submit_as(request, client.clone())?;
+            sessions.push(Session::new(job, &ask, choice, Arc::clone(&self.speech.vocabulary)));
+        }
+        let Some(first) = sessions.first() else { return Err(ApiError::NoVerdict) };
+        let label = Label::new(&ask, created, &model, first.session);
+        let answer = Answer { sessions, label, include_usage: ask.include_usage };
+        if ask.stream { answer.stream(self.settings.keep_alive).await } else { answer.whole().await }
+    }
 }
 
 async fn streams(
@@ -201,8 +228,10 @@ async fn streams(
     let attached = api.serve.attach(session, authorization).await.map_err(refused)?;
     resume::check(&attached, session, read)?;
     let (ask, created) = resume::ask(&attached)?;
-    let label = Label::new(&ask, created, &api.serve.model());
-    Ok(Session::resumed(attached, &ask, label, api.vocabulary).resume(read, api.settings.keep_alive))
+    let label = Label::new(&ask, created, &api.serve.model(), session);
+    let sessions = vec![Session::resumed(attached, &ask, Arc::clone(&api.speech.vocabulary))];
+    let answer = Answer { sessions, label, include_usage: ask.include_usage };
+    Ok(answer.resume(read, api.settings.keep_alive))
 }
 
 async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
@@ -219,12 +248,22 @@ async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
 }
 
 async fn models(State(api): State<Api>) -> Response {
+    Json(json!({"object": "list", "data": [model_entry(&api)]})).into_response()
+}
+
+async fn model(State(api): State<Api>, Path(name): Path<String>) -> Result<Response, ApiError> {
+    if name == api.serve.model().name {
+        return Ok(Json(model_entry(&api)).into_response());
+    }
+    Err(ApiError::NoModel { served: api.serve.model().name })
+}
+
+fn model_entry(api: &Api) -> Value {
     let model = api.serve.model();
-    let entry = json!({
+    json!({
         "id": model.name, "object": "model", "created": 0, "owned_by": "ringfence",
         "context": model.context, "vocab": model.vocab, "eos": model.eos,
-    });
-    Json(json!({"object": "list", "data": [entry]})).into_response()
+    })
 }
 
 async fn health(State(api): State<Api>) -> Response {

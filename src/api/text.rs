@@ -3,9 +3,12 @@
 //! Owns the [`Vocabulary`]: encoding, the bytes of every id, and the incremental
 //! [`Detokenizer`], whose deltas add up to the text of all ids.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
+use deepseek_recipe_encoding::{PromptTokenizer, TokenizerEncoder};
 use tokenizers::DecoderWrapper;
 use tokenizers::tokenizer::Tokenizer;
 
@@ -55,6 +58,14 @@ pub struct Vocabulary {
     bytes: Vec<u8>,
     /// One past the last byte of each id.
     ends: Vec<usize>,
+    /// Encodes text in which nothing is a special token.
+    plain: Arc<PromptTokenizer>,
+    /// Special tokens by their spelling.
+    specials: BTreeMap<String, TokenId>,
+    /// Their spellings by their first character, the longest first.
+    starts: BTreeMap<char, Vec<String>>,
+    /// Their spellings by id.
+    spellings: BTreeMap<TokenId, String>,
 }
 
 impl fmt::Debug for Vocabulary {
@@ -92,7 +103,58 @@ impl Vocabulary {
             }
             ends.push(bytes.len());
         }
-        Ok(Self { tokenizer, bytes, ends })
+        let spellings: BTreeMap<TokenId, String> = tokenizer
+            .get_added_vocabulary()
+            .get_vocab()
+            .iter()
+            .map(|(text, &id)| (TokenId(id), text.clone()))
+            .filter(|(_, text)| !text.is_empty())
+            .collect();
+        let mut starts = BTreeMap::<char, Vec<String>>::new();
+        for (text, first) in spellings.values().filter_map(|text| Some((text, text.chars().next()?))) {
+            starts.entry(first).or_default().push(text.clone());
+        }
+        starts.values_mut().for_each(|texts| texts.sort_by_key(|text| std::cmp::Reverse(text.len())));
+        let specials = spellings.iter().map(|(&id, text)| (text.clone(), id)).collect();
+        let plain = Arc::new(PromptTokenizer::new(&tokenizer));
+        Ok(Self { tokenizer, bytes, ends, plain, specials, starts, spellings })
+    }
+
+    /// Turns a text into ids in which the bytes of `specials`, ascending, are special tokens, and the rest is
+    /// none, whatever it spells.
+    ///
+    /// # Errors
+    /// [`EncodeError`] with the tokenizer's words.
+    pub(crate) fn encode_parts(&self, text: &str, specials: &[Range<usize>]) -> Result<Vec<TokenId>, EncodeError> {
+        let ids = self.plain.encode_ids(text, specials).map_err(|why| EncodeError { why })?;
+        Ok(ids.into_iter().map(TokenId).collect())
+    }
+
+    /// What encodes a rendered prompt.
+    pub(crate) fn prompt_tokenizer(&self) -> Arc<PromptTokenizer> {
+        Arc::clone(&self.plain)
+    }
+
+    /// The special token with this spelling.
+    #[must_use]
+    pub fn special(&self, text: &str) -> Option<TokenId> {
+        self.specials.get(text).copied()
+    }
+
+    /// The special token's spelling with which `text` begins.
+    pub(crate) fn special_at(&self, text: &str) -> Option<&str> {
+        let texts = self.starts.get(&text.chars().next()?)?;
+        texts.iter().map(String::as_str).find(|special| text.starts_with(special))
+    }
+
+    /// The spelling of a special token.
+    pub(crate) fn spelling(&self, id: TokenId) -> Option<&str> {
+        self.spellings.get(&id).map(String::as_str)
+    }
+
+    /// The bytes that `id` stands for, or its spelling where it is a special token.
+    pub(crate) fn spelled(&self, id: TokenId) -> &[u8] {
+        self.spelling(id).map_or_else(|| self.token_bytes(id), str::as_bytes)
     }
 
     /// Turns a text into ids; adds none.

@@ -1,20 +1,22 @@
-//! What a session has said so far, pure: events in, text with stop strings cut out.
+//! What a session has said so far, pure: events in, what its reader is shown out.
 
 use std::sync::Arc;
 
+use crate::api::answer::Written;
 use crate::api::ask::Ask;
+use crate::api::chat::parse::{Parser, Piece};
 use crate::api::error::ApiError;
 use crate::api::score::ScoreReport;
-use crate::api::stop::StopText;
-use crate::api::text::{Detokenizer, Vocabulary};
+use crate::api::text::Vocabulary;
 use crate::coordinator::job::{Event, Finish, JobStats};
 use crate::ids::TokenId;
 
 /// The state of one answer.
 #[derive(Debug)]
 pub(crate) struct Transcript {
-    detokenizer: Detokenizer,
-    stop: StopText,
+    parser: Parser,
+    /// Tokens of the reasoning.
+    reasoning: usize,
     /// Committed tokens, up to the one that completed a stop string.
     pub(crate) ids: Vec<TokenId>,
     /// Scores, where they were asked for.
@@ -32,8 +34,8 @@ pub(crate) enum Step {
     Token {
         /// The token.
         token: TokenId,
-        /// Text that is certain now.
-        text: String,
+        /// What is certain now.
+        piece: Piece,
         /// A stop string is complete: the session has to be told.
         stopped: bool,
     },
@@ -44,8 +46,8 @@ pub(crate) enum Step {
 /// How an answer ended.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct End {
-    /// Text that was held back.
-    pub(crate) tail: String,
+    /// What was held back.
+    pub(crate) tail: Piece,
     /// Why, or what went wrong.
     pub(crate) verdict: Result<Finish, ApiError>,
     /// What was measured; `None` where the session ended without saying.
@@ -56,8 +58,8 @@ impl Transcript {
     /// An answer to `ask` with nothing said.
     pub(crate) fn new(ask: &Ask, vocabulary: Arc<Vocabulary>) -> Self {
         Self {
-            detokenizer: Detokenizer::new(vocabulary),
-            stop: StopText::new(ask.stops.clone()),
+            parser: Parser::new(ask.chat, ask.stops.clone(), vocabulary),
+            reasoning: 0,
             ids: Vec::new(),
             scores: ask.request.score.map(|_| ScoreReport::default()),
             score_top: ask.score_top,
@@ -75,6 +77,16 @@ impl Transcript {
         self.ids.len()
     }
 
+    /// Tokens written, for the usage.
+    pub(crate) fn written(&self) -> Written {
+        Written { tokens: self.ids.len(), reasoning: self.reasoning }
+    }
+
+    /// Whether a tool was called.
+    pub(crate) fn called(&self) -> bool {
+        self.parser.called()
+    }
+
     /// Takes the session's next event.
     pub(crate) fn take(&mut self, event: Event) -> Step {
         match event {
@@ -86,9 +98,10 @@ impl Transcript {
                     return self.fail(ApiError::Internal { why });
                 }
                 self.ids.push(token);
-                let passed = self.stop.push(&self.detokenizer.push(token));
+                self.reasoning += usize::from(self.parser.reasons());
+                let passed = self.parser.push(token);
                 self.stopped = passed.stopped;
-                Step::Token { token, text: passed.text, stopped: passed.stopped }
+                Step::Token { token, piece: passed.piece, stopped: passed.stopped }
             }
             Event::Scored { pos, answer } => {
                 let Some(scores) = &mut self.scores else { return Step::Quiet };
@@ -118,12 +131,8 @@ impl Transcript {
         Step::End(End { tail: self.tail(), verdict: Err(error), stats: None })
     }
 
-    /// Text held back, none after a stop string.
-    fn tail(&mut self) -> String {
-        if self.stopped {
-            return String::new();
-        }
-        let passed = self.stop.push(&self.detokenizer.finish());
-        if passed.stopped { passed.text } else { passed.text + &self.stop.finish() }
+    /// What was held back, nothing after a stop string.
+    fn tail(&mut self) -> Piece {
+        if self.stopped { Piece::default() } else { self.parser.finish() }
     }
 }

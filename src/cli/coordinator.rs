@@ -176,8 +176,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
     let settings = settings(args)?;
     let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
     let (model, shape) = model_facts(&checkpoint);
-    let tokenizer = checkpoint.tokenizer_json().map_err(Failure::of("tokenizer"))?;
-    let text = api::text::Vocabulary::from_bytes(&tokenizer, &model.eos).map_err(Failure::of("tokenizer"))?;
+    let speech = api::speech::Speech::open(&checkpoint, &model.eos).map_err(Failure::of("tokenizer"))?;
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
@@ -205,7 +204,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
             json!({ "peer": peer, "addresses": addresses, "http": format!("http://{http}"), "pid": std::process::id() })
         ));
         let ready = tokio::spawn(say_ready(coordinator.clone(), http));
-        api::serve(listener, std::sync::Arc::new(coordinator), text, stop).await;
+        api::serve(listener, std::sync::Arc::new(coordinator), speech, stop).await;
         ready.abort();
         task.await.map_err(Failure::of("serve"))
     })

@@ -51,7 +51,7 @@ async fn text_is_streamed_and_json_comes_on_the_last_line() {
     expect![[r#"
          unto
         Moses
-        {"accept_by_depth":[0.5],"acceptance_length":2.0,"committed":4,"completion_tokens":4,"finish_reason":"length","frames_computed_per_token":[1.0],"frames_per_token":1.25,"heals":0,"id":"cmpl-2","max_in_flight":6,"prompt_tokens":1,"seed":5,"text":" unto\nMoses","token_ids":[563,206,52,1675],"tokens_per_second":100.0,"ttft_ms":1.5,"wire_bytes_per_position":1096}
+        {"seed":5,"prompt_tokens":1,"committed":4,"ttft_ms":1.5,"tokens_per_second":100.0,"acceptance_length":2.0,"accept_by_depth":[0.5],"frames_per_token":1.25,"frames_computed_per_token":[1.0],"max_in_flight":6,"wire_bytes_per_position":1096,"heals":0,"id":"cmpl-2","token_ids":[563,206,52,1675],"text":" unto\nMoses","finish_reason":"length","completion_tokens":4}
     "#]].assert_eq(&out);
     let request = server.script.requests().pop().unwrap();
     assert_eq!((request.max_new, request.sampling.seed, request.sampling.temperature), (9, 5, 0.5));

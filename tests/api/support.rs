@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use ringfence::api::server::{Api, Settings};
-use ringfence::api::text::Vocabulary;
+use ringfence::api::speech::{Speech, SpeechFiles};
 use ringfence::coordinator::job::{
     AttachError, Attached, Client as Asker, Event, Finish, HopStatus, JOB_EVENTS_MAX, Job, JobError, JobStats,
     MemberStatus, ModelFacts, Request, RingStatus, Serve, SubmitError,
@@ -52,7 +52,8 @@ impl JobSide {
 /// A coordinator that says what it is told to.
 pub(crate) struct Script {
     says: Option<Vec<Event>>,
-    refusal: Mutex<Option<SubmitError>>,
+    /// Sessions that are still taken, and why others are not.
+    refusal: Mutex<Option<(usize, SubmitError)>>,
     ready: Mutex<bool>,
     requests: Mutex<Vec<(Request, Asker)>>,
     /// Tokens that a session is taken to have said before it is read on.
@@ -105,7 +106,11 @@ impl Script {
     }
 
     pub(crate) fn refuse(&self, why: SubmitError) {
-        *self.refusal.lock().unwrap() = Some(why);
+        self.refuse_after(0, why);
+    }
+
+    pub(crate) fn refuse_after(&self, sessions: usize, why: SubmitError) {
+        *self.refusal.lock().unwrap() = Some((sessions, why));
     }
 
     pub(crate) fn set_ready(&self, ready: bool) {
@@ -119,8 +124,8 @@ impl Serve for Script {
     }
 
     fn submit_as(&self, request: Request, client: Asker) -> Result<Job, SubmitError> {
-        if let Some(why) = self.refusal.lock().unwrap().clone() {
-            return Err(why);
+        if let Some((sessions, why)) = &mut *self.refusal.lock().unwrap() {
+            *sessions = sessions.checked_sub(1).ok_or_else(|| why.clone())?;
         }
         let mut requests = self.requests.lock().unwrap();
         requests.push((request, client));
@@ -225,6 +230,10 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) async fn start(script: Arc<Script>) -> Self {
+        Self::start_with(script, speech()).await
+    }
+
+    pub(crate) async fn start_with(script: Arc<Script>, speech: Arc<Speech>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let settings = Settings {
@@ -234,7 +243,7 @@ impl Server {
             ..Settings::default()
         };
         let (stop, stopped) = oneshot::channel();
-        let api = Api::new(Arc::clone(&script) as Arc<dyn Serve>, vocabulary(), settings);
+        let api = Api::new(Arc::clone(&script) as Arc<dyn Serve>, speech, settings);
         let task = tokio::spawn(api.run(listener, async move { drop(stopped.await) }));
         Self { script, address, stop: Some(stop), task }
     }
@@ -262,9 +271,13 @@ impl Server {
 
     /// The same with more headers.
     pub(crate) async fn send_as(&self, body: &Value, headers: &str) -> Client {
+        self.send_to("/v1/completions", body, headers).await
+    }
+
+    async fn send_to(&self, path: &str, body: &Value, headers: &str) -> Client {
         let mut client = self.connect().await;
         let body = body.to_string();
-        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
+        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n");
         client.write(&format!("{head}{headers}content-length: {}\r\n\r\n{body}", body.len())).await;
         client
     }
@@ -272,6 +285,11 @@ impl Server {
     /// The shown answer to a completion request.
     pub(crate) async fn post(&self, body: &Value) -> String {
         show(&self.send(body).await.read_to_end().await)
+    }
+
+    /// The shown answer to a chat.
+    pub(crate) async fn chat(&self, body: &Value) -> String {
+        show(&self.send_to("/v1/chat/completions", body, "").await.read_to_end().await)
     }
 
     /// The same with more headers.
@@ -362,14 +380,32 @@ pub(crate) fn json_body(answer: &str) -> Value {
     serde_json::from_str(body).unwrap_or_else(|_| panic!("{answer}"))
 }
 
-fn vocabulary() -> Arc<Vocabulary> {
-    static TINY: OnceLock<Arc<Vocabulary>> = OnceLock::new();
-    let json = include_bytes!("../../models/tiny-v4-flash/tokenizer.json");
-    Arc::clone(TINY.get_or_init(|| Arc::new(Vocabulary::from_bytes(json, &[TokenId(1)]).unwrap())))
+fn tiny_files() -> SpeechFiles {
+    SpeechFiles {
+        tokenizer: include_bytes!("../../models/tiny-v4-flash/tokenizer.json").to_vec(),
+        tokenizer_config: Some(include_bytes!("../../models/tiny-v4-flash/tokenizer_config.json").to_vec()),
+        ..SpeechFiles::default()
+    }
+}
+
+fn speech() -> Arc<Speech> {
+    static TINY: OnceLock<Arc<Speech>> = OnceLock::new();
+    Arc::clone(TINY.get_or_init(|| Arc::new(Speech::new(&tiny_files(), &[TokenId(1)]).unwrap())))
+}
+
+/// Of a model whose vocabulary has the markers of V4, and of V4.1 where it has a system token too.
+pub(crate) fn deepseek(system: bool) -> Arc<Speech> {
+    let mut files = tiny_files();
+    let mut json = String::from_utf8(files.tokenizer).unwrap().replace("<｜dspark▁noise｜>", "｜DSML｜");
+    if system {
+        json = json.replace("<｜▁pad▁｜>", "<｜System｜>");
+    }
+    files.tokenizer = json.into_bytes();
+    Arc::new(Speech::new(&files, &[TokenId(1)]).unwrap())
 }
 
 pub(crate) fn text_ids(text: &str) -> Vec<TokenId> {
-    vocabulary().encode(text).unwrap()
+    speech().vocabulary.encode(text).unwrap()
 }
 
 pub(crate) fn token(at: usize, token: TokenId) -> Event {

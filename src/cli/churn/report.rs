@@ -221,7 +221,8 @@ mod tests {
         let value = runs(&[row()]);
         assert_eq!(value, serde_json::from_str::<Value>(&format!("{{\"runs\":[{row_text}]}}")).unwrap());
         let report = report(&[row()]);
-        let names: Vec<&String> = report.as_object().unwrap().keys().collect();
+        let mut names: Vec<&String> = report.as_object().unwrap().keys().collect();
+        names.sort();
         assert_eq!(names, ["command", "machine", "runs", "versions"]);
     }
 

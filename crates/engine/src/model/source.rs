@@ -23,6 +23,7 @@ static TINY_FILES: &[(&str, &[u8])] = embed![
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "generation_config.json",
     "model-00001-of-00005.safetensors",
     "model-00002-of-00005.safetensors",
     "model-00003-of-00005.safetensors",
