@@ -8,7 +8,7 @@ use crate::error::CudaError;
 use crate::layer::Sees;
 use crate::linear::Out;
 use crate::ops::{Keys, MarkovStep, Norm};
-use crate::pass::{CHECK_LOGITS, Pass, WAVE};
+use crate::pass::{CHECK_LOGITS, FEW, Pass};
 
 impl Pass<'_> {
     /// Moves the draft windows of `m` rows on, from their taps; rows of sessions without them are left
@@ -18,14 +18,12 @@ impl Pass<'_> {
         let (b, config) = (self.buffers, self.config);
         let w = &drafter.main_proj;
         let out = Out { at: b.y, stride: config.dim, wide: false };
-        // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.linear(self.ops.stream(), (Self::rows(b.taps, w.cols), m), w, out) }?;
+        self.products((Self::rows(b.taps, w.cols), m), &[(*w, out)])?;
         self.ops.rms_norm((b.y, config.dim, m), self.norm(drafter.main_norm), b.x)?;
         for (stage, weights) in drafter.stages.iter().enumerate() {
             let (w, at) = (&weights.attn, self.at(self.range.count() + stage));
             let out = Out { at: b.kv_raw, stride: config.head_dim, wide: false };
-            // SAFETY: as above.
-            unsafe { self.products.linear(self.ops.stream(), (Self::rows(b.x, config.dim), m), &w.wkv, out) }?;
+            self.products((Self::rows(b.x, config.dim), m), &[(w.wkv, out)])?;
             let norm = Norm { weight: w.kv_norm, width: config.head_dim, eps: config.norm_eps };
             let keys = Keys { x: b.kv_raw, norm, table: self.plain, at, store: true, out: DevicePtr::NULL };
             self.ops.store_keys(m, &keys)?;
@@ -67,6 +65,6 @@ impl Pass<'_> {
 
     /// Where the confidence of draft tokens is.
     pub(crate) fn confidence(&self) -> DevicePtr {
-        self.buffers.drafted.plus(4 * WAVE)
+        self.buffers.drafted.plus(4 * FEW)
     }
 }

@@ -10,21 +10,24 @@ use ringfence_engine::engine::admit::{self, Progress, Run};
 use ringfence_engine::engine::cpu::kernel::rope::{RopeTable, Stretch, frequencies};
 use ringfence_engine::engine::cpu::{DEFAULT_CONTEXT, DRAFT_BLOCK_MAX};
 use ringfence_engine::engine::{Chunk, Drafts, Engine, EngineError, EngineFacts, OpenError, Output, SessionShape};
-use ringfence_engine::ids::{LayerRange, Position, SessionId, TokenId, WireEncoding};
+use ringfence_engine::ids::{LayerRange, Position, SessionId, TokenId};
 use ringfence_engine::model::{Checkpoint, ModelConfig, ModelError};
 
 use crate::branch::Branch;
 use crate::driver::{Arena, Device, Direction, Pinned};
 use crate::error::CudaError;
-use crate::graph::{Captured, Graphs, ROWS};
+use crate::graph::Graphs;
 use crate::kernels::Kernels;
 use crate::linear::{Products, Tuning};
+use crate::many::Many;
 use crate::nvrtc::Compiler;
 use crate::ops::{self, Ops, Row, Streams, Table};
-use crate::pass::{Buffers, ExpertScratch, Pass, Shape, WAVE, WaveSizes};
+use crate::pass::{Buffers, ExpertScratch, FEW, Pass, Shape, WAVE, WaveSizes};
 use crate::state::{SLOTS, SessionState, Sizes, StateTable, to_i32, to_usize};
 use crate::weights::Weights;
 use crate::{fits, transfer};
+
+mod launches;
 
 /// How an engine is built.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,6 +92,7 @@ pub struct CudaEngine {
     weights: Weights,
     buffers: Buffers,
     scratch: ExpertScratch,
+    many: Many,
     table: StateTable,
     rotations: (Table, Table),
     _rotations: Arena,
@@ -129,8 +133,9 @@ impl CudaEngine {
             WaveSizes { config: &config, range, positions: to_usize(max_context), block: to_usize(draft_block) };
         let buffers = Buffers::new(&device, &sizes)?;
         // SAFETY: the buffer is that long; it is copied to the host whole, whatever a block's size.
-        unsafe { device.fill(buffers.drafted, 0, 8 * WAVE) }?;
-        let scratch = ExpertScratch::new(&device, &config, WAVE)?;
+        unsafe { device.fill(buffers.drafted, 0, 8 * FEW) }?;
+        let scratch = ExpertScratch::new(&device, &config, FEW)?;
+        let many = Many::new(&device, &config)?;
         let stages = config.draft.as_ref().filter(|_| draft_block > 0).map_or(0, |draft| draft.stages);
         let table = StateTable::new(&device, range.count() + stages)?;
         let input = device.pinned(transfer::input_bytes(&config), Direction::ToDevice)?;
@@ -153,6 +158,7 @@ impl CudaEngine {
             weights,
             buffers,
             scratch,
+            many,
             table,
             rotations,
             _rotations: memory,
@@ -197,6 +203,12 @@ impl CudaEngine {
         (self.graphs.bytes(), self.graphs.count())
     }
 
+    /// Device memory that a pass works in, whatever the sessions, in bytes.
+    #[must_use]
+    pub fn pass_bytes(&self) -> u64 {
+        (self.buffers.bytes() + self.many.bytes()) as u64
+    }
+
     /// What the device holds.
     #[must_use]
     pub fn weights(&self) -> &Weights {
@@ -229,127 +241,11 @@ impl CudaEngine {
             weights: &self.weights,
             buffers: &self.buffers,
             scratch: &self.scratch,
+            many: &self.many,
             states: (self.table.at(), self.table.places()),
             plain: self.rotations.0,
             scaled: self.rotations.1,
         }
-    }
-
-    /// Captures the waves of common shapes and the draft, as far as `budget` bytes go.
-    fn capture(&mut self, budget: u64) -> Result<(), CudaError> {
-        if budget == 0 {
-            return Ok(());
-        }
-        // The first launch of a kernel may load it, which can't be captured: all run once before.
-        let session = SessionId(u64::MAX);
-        let drafting = self.facts.draft_block > 0;
-        let positions = to_u32(ROWS[ROWS.len() - 1]).min(self.facts.max_context);
-        let shape = SessionShape {
-            positions,
-            reach: positions,
-            boundaries: Vec::new(),
-            encoding: WireEncoding::Bf16,
-            drafting,
-        };
-        self.try_open(session, &shape)?;
-        let (free, _) = self.device.memory()?;
-        let result = self.capture_all(free, budget, positions);
-        self.close(session);
-        result
-    }
-
-    fn capture_all(&mut self, free: u64, budget: u64, positions: u32) -> Result<(), CudaError> {
-        let drafting = self.facts.draft_block > 0;
-        for rows in ROWS.into_iter().filter(|&rows| rows <= to_usize(positions)) {
-            let logits = if self.facts.is_tail() { rows } else { 0 };
-            let shape = Shape { rows, logits, drafting };
-            let all: Vec<Row> = (0..rows).map(|pos| Row { pos: to_i32(pos), ..Row::default() }).collect();
-            let picks: Vec<i32> = (0..logits).map(to_i32).collect();
-            transfer::rows(&mut self.input, &all, &picks);
-            self.enqueue(shape)?;
-            self.device.synchronize()?;
-            let graph = Captured::new(&self.device, &mut || self.enqueue(shape))?;
-            if self.graphs.keep(&self.device, Some(shape), graph, free)? > budget {
-                return Ok(());
-            }
-        }
-        if drafting {
-            transfer::anchor(&mut self.input, Row::default());
-            self.enqueue_draft()?;
-            self.device.synchronize()?;
-            let graph = Captured::new(&self.device, &mut || self.enqueue_draft())?;
-            self.graphs.keep(&self.device, None, graph, free)?;
-        }
-        Ok(())
-    }
-
-    /// Puts a wave on the stream: its inputs, its kernels, its outputs.
-    pub(crate) fn enqueue(&self, shape: Shape) -> Result<(), CudaError> {
-        let (b, width) = (&self.buffers, self.config.hc * self.config.dim);
-        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
-        copies.to_device(transfer::ROWS, b.rows, 16 * shape.rows)?;
-        copies.to_device(transfer::LOGIT_ROWS, b.logit_rows, 4 * shape.logits)?;
-        if !self.facts.is_head() {
-            copies.to_device(transfer::HIDDEN, b.hidden, 2 * shape.rows * width)?;
-        }
-        // SAFETY: the buffer is that long.
-        unsafe { self.device.fill(b.checks, 0, 4 * shape.rows) }?;
-        self.pass().wave(shape)?;
-        copies.to_host(b.checks, transfer::CHECKS, 4 * shape.rows)?;
-        if self.facts.is_tail() {
-            copies.to_host(b.logits, transfer::RESULT, 4 * shape.logits * self.config.vocab)
-        } else {
-            copies.to_host(b.hidden, transfer::RESULT, 2 * shape.rows * width)
-        }
-    }
-
-    /// Puts a draft on the stream.
-    fn enqueue_draft(&self) -> Result<(), CudaError> {
-        let (b, block) = (&self.buffers, to_usize(self.facts.draft_block));
-        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
-        copies.to_device(transfer::ANCHOR, b.anchor, 16)?;
-        // SAFETY: the buffer is that long.
-        unsafe { self.device.fill(b.checks, 0, 4 * block) }?;
-        self.pass().draft(block)?;
-        copies.to_host(b.checks, transfer::CHECKS, 4 * block)?;
-        copies.to_host(b.drafted, transfer::DRAFTED, 8 * WAVE)
-    }
-
-    /// Forgets what was captured: from now on every wave is launched kernel by kernel.
-    pub fn forget_graphs(&mut self) {
-        self.graphs = Graphs::default();
-    }
-
-    /// Puts the rows and hidden states of the last wave into their buffers again, for measurements.
-    pub(crate) fn put_last(&self, rows: usize) -> Result<(), CudaError> {
-        let (b, width) = (&self.buffers, self.config.hc * self.config.dim);
-        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
-        copies.to_device(transfer::ROWS, b.rows, 16 * rows)?;
-        match self.weights.embedding {
-            Some(embedding) if self.facts.is_head() => {
-                let pass = self.pass();
-                pass.ops.embed((b.rows, rows), embedding, &pass.streams, b.hidden)
-            }
-            _ => copies.to_device(transfer::HIDDEN, b.hidden, 2 * rows * width),
-        }
-    }
-
-    /// Puts rows into their buffer, for measurements.
-    pub(crate) fn put_rows(&mut self, rows: &[Row]) -> Result<(), CudaError> {
-        self.device.bind()?;
-        transfer::rows(&mut self.input, rows, &[]);
-        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
-        copies.to_device(transfer::ROWS, self.buffers.rows, 16 * rows.len())?;
-        self.device.synchronize()
-    }
-
-    /// Puts an anchor into its buffer, for measurements.
-    pub(crate) fn put_anchor(&mut self, anchor: Row) -> Result<(), CudaError> {
-        self.device.bind()?;
-        transfer::anchor(&mut self.input, anchor);
-        let copies = transfer::Copies { stream: self.device.stream(), input: &self.input, output: &self.output };
-        copies.to_device(transfer::ANCHOR, self.buffers.anchor, 16)?;
-        self.device.synchronize()
     }
 
     fn sizes(&self, shape: &SessionShape) -> Sizes<'_> {
@@ -423,27 +319,37 @@ impl CudaEngine {
         }
         transfer::rows(&mut self.input, &rows, &picks);
         // A captured wave moves windows on where there are any, which the device finds out.
-        let captured = Shape { rows: rows.len(), logits: picks.len(), drafting: self.facts.draft_block > 0 };
-        match self.graphs.wave(captured) {
+        let logits = picks.len().min(FEW);
+        let captured = Shape { rows: rows.len(), logits, drafting: self.facts.draft_block > 0 };
+        let done = match self.graphs.wave(captured) {
             Some(graph) => graph.launch(),
             None => self.enqueue(Shape { drafting, ..captured }),
-        }
-        .and_then(|()| self.device.synchronize())
-        .map_err(broken)?;
-        if let Some(row) = transfer::failed(&self.output, rows.len()) {
-            let pos = position(usize::try_from(rows[row].pos).unwrap_or(0));
-            return Err(EngineError::NotFinite { range: self.facts.range, pos });
-        }
-        if self.facts.is_tail() {
-            out.logits.extend_from_slice(transfer::floats(
-                &self.output,
-                transfer::RESULT,
-                picks.len() * self.config.vocab,
-            ));
-        } else {
+        };
+        self.finish(done, &rows)?;
+        if !self.facts.is_tail() {
             out.hidden.extend_from_slice(transfer::halves(&self.output, transfer::RESULT, rows.len() * width));
+            return Ok(());
+        }
+        self.take_logits(logits, out);
+        for from in (FEW..picks.len()).step_by(FEW) {
+            let more = FEW.min(picks.len() - from);
+            self.finish(self.enqueue_logits(from, more, rows.len()), &rows)?;
+            self.take_logits(more, out);
         }
         Ok(())
+    }
+
+    /// Waits for what was put on the stream, and looks whether all of it is finite.
+    fn finish(&self, enqueued: Result<(), CudaError>, rows: &[Row]) -> Result<(), EngineError> {
+        enqueued.and_then(|()| self.device.synchronize()).map_err(broken)?;
+        let Some(row) = transfer::failed(&self.output, rows.len()) else { return Ok(()) };
+        let pos = position(usize::try_from(rows[row].pos).unwrap_or(0));
+        Err(EngineError::NotFinite { range: self.facts.range, pos })
+    }
+
+    fn take_logits(&self, n: usize, out: &mut Output) {
+        let logits = transfer::floats(&self.output, transfer::RESULT, n * self.config.vocab);
+        out.logits.extend_from_slice(logits);
     }
 }
 
@@ -572,4 +478,4 @@ impl Engine for CudaEngine {
     }
 }
 
-const _: () = assert!(DRAFT_BLOCK_MAX as usize <= WAVE && DEFAULT_CONTEXT > 0, "a block is a wave");
+const _: () = assert!(DRAFT_BLOCK_MAX as usize <= FEW && DEFAULT_CONTEXT > 0, "a block is a wave");

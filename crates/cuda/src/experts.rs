@@ -134,12 +134,12 @@ struct ExpertParams {
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct SumParams {
-    parts: u64,
-    out: u64,
-    m: u32,
-    per_row: u32,
-    dim: u32,
+pub(crate) struct SumParams {
+    pub(crate) parts: u64,
+    pub(crate) out: u64,
+    pub(crate) m: u32,
+    pub(crate) per_row: u32,
+    pub(crate) dim: u32,
 }
 
 impl Products {

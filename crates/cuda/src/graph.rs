@@ -8,7 +8,7 @@ use cudarc::driver::{CudaGraph, sys};
 
 use crate::driver::Device;
 use crate::error::{CudaError, Doing};
-use crate::pass::{Shape, WAVE};
+use crate::pass::{FEW, Shape};
 
 /// Rows of the waves that are captured: single positions, batches of them, verified drafts.
 pub(crate) const ROWS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];
@@ -94,4 +94,4 @@ impl Graphs {
     }
 }
 
-const _: () = assert!(ROWS[ROWS.len() - 1] <= WAVE, "a captured wave fits in the buffers");
+const _: () = assert!(ROWS[ROWS.len() - 1] <= FEW, "a captured wave fits in the buffers");

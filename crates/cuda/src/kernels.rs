@@ -10,8 +10,9 @@ use crate::nvrtc::{Compiler, Source};
 
 /// Every kernel file.
 pub fn sources() -> impl Iterator<Item = Source> {
-    [crate::linear::SOURCE, crate::experts::SOURCE, crate::repack::SOURCE, crate::tile::SOURCE]
+    [crate::linear::SOURCE, crate::experts::SOURCE, crate::repack::SOURCE, crate::experts_tile::SOURCE]
         .into_iter()
+        .chain(crate::tile::SOURCES)
         .chain(crate::ops::SOURCES)
 }
 

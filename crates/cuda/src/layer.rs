@@ -30,11 +30,11 @@ pub(crate) enum Sees {
     Block,
 }
 
-fn bf16_out(at: DevicePtr, w: &Linear) -> Out {
+pub(crate) fn bf16_out(at: DevicePtr, w: &Linear) -> Out {
     Out { at, stride: w.rows, wide: false }
 }
 
-fn f32_out(at: DevicePtr, w: &Linear) -> Out {
+pub(crate) fn f32_out(at: DevicePtr, w: &Linear) -> Out {
     Out { at, stride: w.rows, wide: true }
 }
 
@@ -47,6 +47,9 @@ impl Pass<'_> {
         place: usize,
         (sees, tap): (Sees, Option<Tap>),
     ) -> Result<(), CudaError> {
+        if sees == Sees::Target && Self::is_many(m) {
+            return self.many_layer(m, w, place, tap);
+        }
         self.enter(m, w.hc_attn, w.attn_norm)?;
         self.attention(m, w, place, sees)?;
         self.leave(m, None)?;
@@ -194,7 +197,7 @@ impl Pass<'_> {
         Preparing { table, eps, at, queries: None, index: None, compressors: None }
     }
 
-    fn heads(&self) -> Heads {
+    pub(crate) fn heads(&self) -> Heads {
         Heads { heads: self.config.heads, width: self.config.head_dim }
     }
 
@@ -241,7 +244,7 @@ impl Pass<'_> {
     }
 
     /// How the streams are spread behind the sublayer that was entered with these weights.
-    fn spread(&self, w: MixWeights) -> Spread {
+    pub(crate) fn spread(&self, w: MixWeights) -> Spread {
         Spread::new(self.buffers.raw, w, &self.streams, self.buffers.mix)
     }
 

@@ -306,6 +306,7 @@ impl Products {
             allow_shared(kernels.get(name)?, facts.shared_max - crate::experts::PLAN_BYTES)?;
         }
         crate::tile::prepare(&kernels)?;
+        crate::experts_tile::prepare(&kernels)?;
         Ok(Self { kernels, processors: facts.processors, shared_max: facts.shared_max, tuning })
     }
 

@@ -13,12 +13,14 @@ use sha2::{Digest, Sha256};
 use crate::error::CudaError;
 
 /// The headers that a kernel file may include by name.
-const HEADERS: [(&str, &str); 5] = [
+const HEADERS: [(&str, &str); 7] = [
     ("common.cuh", include_str!("kernels/common.cuh")),
     ("quant.cuh", include_str!("kernels/quant.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),
     ("product.cuh", include_str!("kernels/product.cuh")),
     ("state.cuh", include_str!("kernels/state.cuh")),
+    ("keys.cuh", include_str!("kernels/keys.cuh")),
+    ("tile.cuh", include_str!("kernels/tile.cuh")),
 ];
 
 /// Options of every kernel: nothing is contracted, flushed or approximated.

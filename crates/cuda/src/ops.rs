@@ -19,6 +19,7 @@ pub use norm::{Keys, Norm};
 pub use prepare::{Preparing, Side};
 
 mod attend;
+mod attend_many;
 mod draft;
 mod embed;
 mod gate;
@@ -29,7 +30,7 @@ mod prepare;
 mod wire;
 
 /// The files of these kernels.
-pub const SOURCES: [Source; 9] = [
+pub const SOURCES: [Source; 10] = [
     Source {
         file: "embed.cu",
         text: include_str!("kernels/embed.cu"),
@@ -54,6 +55,11 @@ pub const SOURCES: [Source; 9] = [
         kernels: &["index_scores_64", "index_scores_128", "index_scores_256", "index_picks"],
     },
     Source { file: "attend.cu", text: include_str!("kernels/attend.cu"), kernels: &["attend_scores", "attend_values"] },
+    Source {
+        file: "attend_many.cu",
+        text: include_str!("kernels/attend_many.cu"),
+        kernels: &["many_scores", "many_values"],
+    },
     Source { file: "draft.cu", text: include_str!("kernels/draft.cu"), kernels: &["markov_logits", "markov_token"] },
 ];
 
@@ -133,7 +139,7 @@ pub fn prepare(device: &Device, kernels: &Kernels) -> Result<(), CudaError> {
     for name in ["hyper_enter", "attend_values", "index_scores_64", "index_scores_128", "index_scores_256"] {
         allow_shared(kernels.get(name)?, device.facts().shared_max - 8192)?;
     }
-    Ok(())
+    attend_many::prepare(device, kernels)
 }
 
 fn int(n: usize) -> i32 {

@@ -82,6 +82,14 @@ params!(AttendValues, "attend_values", {
     keys: KeyList, scores: DevicePtr, scores_stride: i32, chunk: i32, sink: DevicePtr, heads: i32, width: i32,
     table: DevicePtr, rope: i32, out: DevicePtr,
 });
+params!(ManyScores, "many_scores", {
+    keys: KeyList, q: DevicePtr, heads: i32, width: i32, scale: f32, scores: DevicePtr, scores_stride: i32,
+    spread: Spread,
+});
+params!(ManyValues, "many_values", {
+    keys: KeyList, scores: DevicePtr, scores_stride: i32, sink: DevicePtr, heads: i32, width: i32, table: DevicePtr,
+    rope: i32, out: DevicePtr,
+});
 params!(MarkovLogits, "markov_logits", {
     anchor: DevicePtr, tokens: DevicePtr, k: i32, markov_in: DevicePtr, markov_out: DevicePtr, rank: i32, vocab: i32,
     logits: DevicePtr, y: DevicePtr, dim: i32, confidence_weights: DevicePtr, confidence: DevicePtr,

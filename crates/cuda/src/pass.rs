@@ -12,12 +12,17 @@ use crate::driver::{Arena, Device, DevicePtr};
 use crate::error::CudaError;
 use crate::layer::{Sees, Tap, slots_seen};
 use crate::linear::{Linear, Out, Products};
+use crate::many::Many;
 use crate::ops::{At, MARKOV_BLOCKS, MixWeights, Norm, Ops, Streams, Table};
 use crate::state::to_i32;
 use crate::weights::Weights;
 
 /// Most rows of a wave.
-pub(crate) const WAVE: usize = 64;
+pub(crate) const WAVE: usize = 512;
+
+/// Most rows whose logits are computed at once, and most rows of what knows few rows only: drafts, the
+/// experts of [`crate::experts`].
+pub(crate) const FEW: usize = 64;
 
 /// The check of a row's hidden state at the end of a wave; lower numbers are boundaries.
 pub(crate) const CHECK_END: i32 = 1 << 20;
@@ -33,7 +38,7 @@ macro_rules! buffers {
         #[derive(Debug)]
         pub(crate) struct Buffers {
             $($(#[$meta])* pub(crate) $name: DevicePtr,)*
-            _memory: Arena,
+            memory: Arena,
         }
 
         impl Buffers {
@@ -42,7 +47,12 @@ macro_rules! buffers {
                 let bytes: usize = [$($size(sizes),)*].iter().map(|bytes| bytes.next_multiple_of(crate::driver::ALIGN)).sum();
                 let mut memory = device.arena("the buffers of a pass", bytes)?;
                 $(let $name = memory.take(stringify!($name), $size(sizes))?;)*
-                Ok(Self { $($name,)* _memory: memory })
+                Ok(Self { $($name,)* memory })
+            }
+
+            /// Bytes of device memory.
+            pub(crate) fn bytes(&self) -> usize {
+                self.memory.size()
             }
         }
     };
@@ -145,9 +155,9 @@ buffers! {
     /// Stream means behind the drafter's targets, bf16 `[m, targets, dim]`.
     taps: |s: &WaveSizes<'_>| 2 * WAVE * s.taps(),
     /// Logits of the rows asked for, fp32 `[n, vocab]`.
-    logits: |s: &WaveSizes<'_>| if s.is_tail() { 4 * WAVE * s.config.vocab } else { 0 },
+    logits: |s: &WaveSizes<'_>| if s.is_tail() { 4 * FEW * s.config.vocab } else { 0 },
     /// Draft tokens, i32 `[block]`, then their confidence, fp32 `[block]`.
-    drafted: |_: &WaveSizes<'_>| 8 * WAVE,
+    drafted: |_: &WaveSizes<'_>| 8 * FEW,
     /// Best of each block of a Markov step.
     best: |_: &WaveSizes<'_>| 8 * MARKOV_BLOCKS as usize,
 }
@@ -157,7 +167,7 @@ buffers! {
 pub(crate) struct Shape {
     /// Rows.
     pub(crate) rows: usize,
-    /// Rows whose logits are computed; 0 but on a tail.
+    /// Rows whose logits are computed, at most [`FEW`]; 0 but on a tail.
     pub(crate) logits: usize,
     /// Whether the drafter's windows move on.
     pub(crate) drafting: bool,
@@ -178,6 +188,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) weights: &'a Weights,
     pub(crate) buffers: &'a Buffers,
     pub(crate) scratch: &'a ExpertScratch,
+    pub(crate) many: &'a Many,
     pub(crate) states: (DevicePtr, usize),
     pub(crate) plain: Table,
     pub(crate) scaled: Table,
@@ -207,12 +218,16 @@ impl Pass<'_> {
         if shape.drafting {
             self.take_in(m)?;
         }
-        if let (true, Some(tail)) = (shape.logits > 0, &self.weights.tail) {
-            self.close((b.logit_rows, shape.logits), tail.hc_head, tail.norm, &tail.head)?;
-            let logits = (b.logits, shape.logits, self.config.vocab);
-            self.ops.finite_floats(logits, b.logit_rows, b.checks, CHECK_LOGITS)?;
-        }
-        Ok(())
+        self.logits(0, shape.logits)
+    }
+
+    /// Logits of `n` of the rows asked for, at most [`FEW`], from the `from`-th on; nothing but on a tail.
+    pub(crate) fn logits(&self, from: usize, n: usize) -> Result<(), CudaError> {
+        let b = self.buffers;
+        let (true, Some(tail)) = (n > 0, &self.weights.tail) else { return Ok(()) };
+        let picks = b.logit_rows.plus(4 * from);
+        self.close((picks, n), tail.hc_head, tail.norm, &tail.head)?;
+        self.ops.finite_floats((b.logits, n, self.config.vocab), picks, b.checks, CHECK_LOGITS)
     }
 
     /// Where the drafter's tap behind a layer goes.
@@ -236,8 +251,7 @@ impl Pass<'_> {
         let raw = (b.raw, mix, self.config.hc);
         self.ops.enter((b.hidden, picks, n), raw, &self.streams, norm, (b.y, b.x))?;
         let out = Out { at: b.logits, stride: self.config.vocab, wide: true };
-        // SAFETY: the buffers have room for a wave of each.
-        unsafe { self.products.linear(self.ops.stream(), (Self::rows(b.x, self.config.dim), n), head, out) }
+        self.products((Self::rows(b.x, self.config.dim), n), &[(*head, out)])
     }
 
     /// A norm of `dim` values.

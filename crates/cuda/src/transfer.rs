@@ -11,7 +11,7 @@ use ringfence_engine::model::ModelConfig;
 use crate::driver::{DevicePtr, Pinned};
 use crate::error::{CudaError, Doing};
 use crate::ops::Row;
-use crate::pass::WAVE;
+use crate::pass::{FEW, WAVE};
 
 /// Where things lie in the input, in bytes.
 pub(crate) const ROWS: usize = 0;
@@ -22,7 +22,7 @@ pub(crate) const HIDDEN: usize = ANCHOR + 256;
 /// And in the output.
 pub(crate) const CHECKS: usize = 0;
 pub(crate) const DRAFTED: usize = CHECKS + 4 * WAVE;
-pub(crate) const RESULT: usize = DRAFTED + 8 * WAVE;
+pub(crate) const RESULT: usize = DRAFTED + 8 * FEW;
 
 /// Bytes of the input buffer.
 pub(crate) fn input_bytes(config: &ModelConfig) -> usize {
@@ -31,7 +31,7 @@ pub(crate) fn input_bytes(config: &ModelConfig) -> usize {
 
 /// Bytes of the output buffer.
 pub(crate) fn output_bytes(config: &ModelConfig, range: LayerRange) -> usize {
-    RESULT + WAVE * if range.hi() == config.layers { 4 * config.vocab } else { 2 * config.hc * config.dim }
+    RESULT + if range.hi() == config.layers { 4 * FEW * config.vocab } else { 2 * WAVE * config.hc * config.dim }
 }
 
 fn write<T: bytemuck::NoUninit>(input: &mut Pinned, at: usize, values: &[T]) {
@@ -79,7 +79,7 @@ pub(crate) fn failed(output: &Pinned, rows: usize) -> Option<usize> {
 /// The tokens of a draft and their confidence.
 pub(crate) fn drafts(output: &Pinned, block: usize) -> Drafts {
     let tokens: &[u32] = read(output, DRAFTED, block);
-    let confidence = floats(output, DRAFTED + 4 * WAVE, block);
+    let confidence = floats(output, DRAFTED + 4 * FEW, block);
     Drafts { tokens: tokens.iter().map(|&token| TokenId(token)).collect(), confidence: confidence.to_vec() }
 }
 

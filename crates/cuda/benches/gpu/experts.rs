@@ -8,10 +8,10 @@ use ringfence_cuda::repack::{Random, fill_random};
 
 use crate::support::Bench;
 
-const DIM: usize = 4096;
-const INNER: usize = 2048;
+pub(crate) const DIM: usize = 4096;
+pub(crate) const INNER: usize = 2048;
 const COUNT: usize = 256;
-const PER_ROW: usize = 6;
+pub(crate) const PER_ROW: usize = 6;
 /// Routings that are gone through, each with other experts.
 const ROUTINGS: usize = 12;
 
@@ -36,35 +36,10 @@ fn one(bench: &Bench, m: usize, tuning: Tuning) -> Result<(), CudaError> {
     let (x, y) = (arena.take("x", 2 * m * DIM)?, arena.take("y", 2 * m * DIM)?);
     // SAFETY: the piece is as long.
     unsafe { fill_random((&*bench.kernels, bench.device.stream()), Random::Bf16, 9, x, 2 * m * DIM) }?;
-    let weights = arena.take("weights", 4 * m * PER_ROW)?;
-    // SAFETY: the piece is as long, and nothing runs.
-    unsafe { bench.device.upload(&vec![0.25f32; m * PER_ROW], weights) }?;
-    let (mut routings, mut distinct) = (Vec::new(), 0);
-    let mut state = 12_345u32;
-    for _ in 0..ROUTINGS {
-        let mut picks: Vec<i32> = Vec::new();
-        for _ in 0..m {
-            let mut row: Vec<i32> = Vec::new();
-            while row.len() < PER_ROW {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                let pick = (state >> 16) as i32 % COUNT as i32;
-                if !row.contains(&pick) {
-                    row.push(pick);
-                }
-            }
-            row.sort_unstable();
-            picks.extend(row);
-        }
-        let at = arena.take("picks", 4 * picks.len())?;
-        // SAFETY: the piece is as long, and nothing runs.
-        unsafe { bench.device.upload(&picks, at) }?;
-        picks.sort_unstable();
-        picks.dedup();
-        distinct += picks.len();
-        routings.push(at);
-    }
+    let routings = Routings::new(bench, &mut arena, m, ROUTINGS)?;
+    let (weights, distinct) = (routings.weights, routings.distinct);
     let us = bench.time(|| {
-        for &picks in &routings {
+        for &picks in &routings.picks {
             let rows = (Rows { at: x, stride: DIM }, m);
             // SAFETY: the buffers are as long as the shapes say and outlive the stream's work.
             unsafe { products.experts(bench.device.stream(), rows, &setup.experts, (picks, weights), (&scratch, y)) }?;
@@ -84,14 +59,58 @@ fn one(bench: &Bench, m: usize, tuning: Tuning) -> Result<(), CudaError> {
     Ok(())
 }
 
+/// Routings of rows: other experts in each.
+pub(crate) struct Routings {
+    /// i32 `[m, PER_ROW]` of each.
+    pub(crate) picks: Vec<DevicePtr>,
+    /// fp32, the same for all.
+    pub(crate) weights: DevicePtr,
+    /// Different experts of all of them together.
+    distinct: usize,
+}
+
+impl Routings {
+    /// `count` of them for `m` rows.
+    pub(crate) fn new(bench: &Bench, arena: &mut Arena, m: usize, count: usize) -> Result<Self, CudaError> {
+        let weights = arena.take("weights", 4 * m * PER_ROW)?;
+        // SAFETY: the piece is as long, and nothing runs.
+        unsafe { bench.device.upload(&vec![0.25f32; m * PER_ROW], weights) }?;
+        let (mut all, mut distinct) = (Vec::new(), 0);
+        let mut state = 12_345u32;
+        for _ in 0..count {
+            let mut picks: Vec<i32> = Vec::new();
+            for _ in 0..m {
+                let mut row: Vec<i32> = Vec::new();
+                while row.len() < PER_ROW {
+                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    let pick = (state >> 16) as i32 % COUNT as i32;
+                    if !row.contains(&pick) {
+                        row.push(pick);
+                    }
+                }
+                row.sort_unstable();
+                picks.extend(row);
+            }
+            let at = arena.take("picks", 4 * picks.len())?;
+            // SAFETY: the piece is as long, and nothing runs.
+            unsafe { bench.device.upload(&picks, at) }?;
+            picks.sort_unstable();
+            picks.dedup();
+            distinct += picks.len();
+            all.push(at);
+        }
+        Ok(Self { picks: all, weights, distinct })
+    }
+}
+
 /// Random experts.
-struct Setup {
-    experts: Experts,
+pub(crate) struct Setup {
+    pub(crate) experts: Experts,
     _arena: Arena,
 }
 
 impl Setup {
-    fn new(bench: &Bench) -> Result<Self, CudaError> {
+    pub(crate) fn new(bench: &Bench) -> Result<Self, CudaError> {
         let at = (&*bench.kernels, &**bench.device.stream());
         let (codes, scales) = (COUNT * INNER * DIM / 2, COUNT * INNER * DIM / 32);
         let mut arena = bench.device.arena("experts", 3 * (codes + scales + INNER * DIM) + (16 << 20))?;

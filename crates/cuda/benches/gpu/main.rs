@@ -10,6 +10,7 @@ mod blocks;
 mod experts;
 mod layers;
 mod peak;
+mod prefill;
 mod products;
 mod support;
 mod synthetic;
@@ -34,9 +35,10 @@ fn main() -> ExitCode {
         }
     };
     println!("{:?}, copy {:.0} GB/s", bench.device.facts(), bench.copy);
-    let parts: [(&str, Part); 4] = [
+    let parts: [(&str, Part); 5] = [
         ("products", |bench| Ok(products::run(bench)?)),
         ("experts", |bench| Ok(experts::run(bench)?)),
+        ("prefill", prefill::run),
         ("layers", |bench| Ok(layers::run(bench)?)),
         ("blocks", |bench| Ok(blocks::run(bench)?)),
     ];

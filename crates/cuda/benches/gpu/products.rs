@@ -4,7 +4,6 @@ use ringfence_cuda::CudaError;
 use ringfence_cuda::driver::DevicePtr;
 use ringfence_cuda::linear::{Format, Linear, Out, Products, Rows, Tuning};
 use ringfence_cuda::repack::{Random, fill_random};
-use ringfence_cuda::tile::TileScratch;
 
 use crate::support::Bench;
 
@@ -34,16 +33,6 @@ pub(crate) fn run(bench: &Bench) -> Result<(), CudaError> {
             }
         }
         grouped(bench)?;
-    }
-    if bench.wants("prefill") {
-        println!("prefill: FP8 products of many rows, canonical order");
-        for (name, rows, cols) in [("4096x4096", 4096, 4096), ("wq_b", 32_768, 1024), ("wo_b", 4096, 8192)] {
-            for m in [64, 128, 256, 512, 1024] {
-                let us = tiled(bench, (rows, cols), m)?;
-                let rate = 2.0 * (m * rows * cols) as f64 / us / 1e6;
-                println!("{name:10} M {m:5} {us:8.1} µs {rate:6.1} TFLOP/s");
-            }
-        }
     }
     if bench.wants("tuning") {
         for shape in [SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[3], SHAPES[5]] {
@@ -92,23 +81,6 @@ fn one(
     Ok(us / setup.weights.len() as f64)
 }
 
-fn tiled(bench: &Bench, (rows, cols): (usize, usize), m: usize) -> Result<f64, CudaError> {
-    let setup = Setup::new(bench, Format::Fp8, (rows, cols), m * cols, m * rows)?;
-    let products = Products::new(&bench.device, bench.kernels.clone(), Tuning::default())?;
-    let scratch = TileScratch::new(&bench.device, m, cols, rows)?;
-    let weights = &setup.weights[..setup.weights.len().min(6)];
-    let us = bench.time(|| {
-        for w in weights {
-            let out = Out { at: setup.out, stride: rows, wide: false };
-            let x = (Rows { at: setup.x, stride: cols }, m);
-            // SAFETY: the buffers are as long as the shapes say and outlive the stream's work.
-            unsafe { products.tiled(bench.device.stream(), x, w, out, &scratch) }?;
-        }
-        Ok(())
-    })?;
-    Ok(us / weights.len() as f64)
-}
-
 fn grouped(bench: &Bench) -> Result<(), CudaError> {
     let (rows, cols, groups) = (8192, 4096, 8);
     for m in [1, 2, 4, 6, 8] {
@@ -134,15 +106,15 @@ fn grouped(bench: &Bench) -> Result<(), CudaError> {
 }
 
 /// Copies of a random matrix, activations and room for a result.
-struct Setup {
-    weights: Vec<Linear>,
-    x: DevicePtr,
-    out: DevicePtr,
+pub(crate) struct Setup {
+    pub(crate) weights: Vec<Linear>,
+    pub(crate) x: DevicePtr,
+    pub(crate) out: DevicePtr,
     _arena: ringfence_cuda::driver::Arena,
 }
 
 impl Setup {
-    fn new(
+    pub(crate) fn new(
         bench: &Bench,
         format: Format,
         (rows, cols): (usize, usize),

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use ringfence_cuda::driver::DevicePtr;
-use ringfence_cuda::ops::{At, Heads, KeyList, MARKOV_BLOCKS, MarkovStep, Preparing, Row, Side, Spread};
+use ringfence_cuda::ops::{At, Heads, KeyList, MARKOV_BLOCKS, MarkovStep, Preparing, Row, Side, Spread, Table};
 use ringfence_cuda::state::{LayerState, PooledState};
 use ringfence_engine::engine::cpu::kernel::Isa;
 use ringfence_engine::engine::cpu::kernel::attend::{AttendScratch, Keys, Query, Slots, attend};
@@ -252,8 +252,18 @@ fn windows(
     words(memory.put(&entries))
 }
 
+/// What the device attended to against the CPU's, row by row.
+fn same_rows(what: &str, memory: &Memory<'_>, (out, expected): (DevicePtr, &[bf16]), positions: &[usize]) -> Outcome {
+    let got: Vec<bf16> = words(memory.get(out, expected.len()))?;
+    let each = expected.len() / positions.len();
+    for (at, pos) in positions.iter().enumerate() {
+        let of = at * each..(at + 1) * each;
+        same_bf16(&format!("{what}, position {pos}"), &got[of.clone()], &expected[of])?;
+    }
+    Ok(())
+}
+
 fn one_attention(gpu: &Gpu, (heads, width, window): (usize, usize, usize), seen: Seen, positions: &[usize]) -> Outcome {
-    let ops = ops(gpu)?;
     let mut rng = Rng::new((heads * width) as u64 + seen as u64);
     let (m, last) = (positions.len(), positions[positions.len() - 1]);
     let ratio = if seen == Seen::Window || seen == Seen::Block { 0 } else { 4 };
@@ -290,13 +300,6 @@ fn one_attention(gpu: &Gpu, (heads, width, window): (usize, usize, usize), seen:
         block: if seen == Seen::Block { block_at } else { DevicePtr::NULL },
         block_rows: if seen == Seen::Block { m as i32 } else { 0 },
     };
-    words(ops.attend(
-        (q_at, m),
-        Heads { heads, width },
-        (keys, list),
-        (sink_at, table, Spread::none()),
-        (scores, out),
-    ))?;
     let scale = (1.0 / (width as f64).sqrt()) as f32;
     let mut scratch = AttendScratch::new();
     for (at, &pos) in positions.iter().enumerate() {
@@ -315,12 +318,32 @@ fn one_attention(gpu: &Gpu, (heads, width, window): (usize, usize, usize), seen:
         attend(isa(), query, &keys, &mut scratch, &mut expected[of.clone()]);
         host.rotate_back(isa(), &mut expected[of], width, pos);
     }
-    let got: Vec<bf16> = words(memory.get(out, q.len()))?;
-    for (at, pos) in positions.iter().enumerate() {
-        let of = at * heads * width..(at + 1) * heads * width;
-        same_bf16(&format!("position {pos}"), &got[of.clone()], &expected[of])?;
+    for many in [false, true] {
+        let places = (scores, out, q.len());
+        attended((gpu, many), (q_at, m), Heads { heads, width }, (keys, list), (sink_at, table), places)?;
+        same_rows(if many { "many rows" } else { "few rows" }, &memory, (out, &expected), positions)?;
     }
     Ok(())
+}
+
+/// Attends on the device as few rows or as those of a long wave do, over what was there before.
+fn attended(
+    (gpu, many): (&Gpu, bool),
+    rows: (DevicePtr, usize),
+    heads: Heads,
+    keys: (KeyList, usize),
+    (sink, table): (DevicePtr, Table),
+    (scores, out, values): (DevicePtr, DevicePtr, usize),
+) -> Outcome {
+    let ops = ops(gpu)?;
+    // SAFETY: the buffer is that long.
+    words(unsafe { gpu.device.fill(out, 0xcd, 2 * values) })?;
+    let (ends, places) = ((sink, table, Spread::none()), (scores, out));
+    words(if many {
+        ops.attend_many(rows, heads, keys, ends, places)
+    } else {
+        ops.attend(rows, heads, keys, ends, places)
+    })
 }
 
 fn markov(gpu: &Gpu) -> Outcome {

@@ -124,7 +124,7 @@ pub(crate) fn run(engine: &mut dyn Engine, step: &Step) -> Option<Seen> {
 }
 
 /// Runs the steps on both and compares after each.
-fn compare(expected: &mut dyn Engine, got: &mut dyn Engine, steps: &[Step]) -> Outcome {
+pub(crate) fn compare(expected: &mut dyn Engine, got: &mut dyn Engine, steps: &[Step]) -> Outcome {
     for (n, step) in steps.iter().enumerate() {
         let (a, b) = (run(expected, step), run(got, step));
         if a == b {

@@ -3,7 +3,9 @@
 use half::bf16;
 use ringfence_cuda::driver::DevicePtr;
 use ringfence_cuda::experts::{Experts, Scratch, Stack};
+use ringfence_cuda::experts_tile::ManyScratch;
 use ringfence_cuda::linear::{Format, Products, Rows, Tuning};
+use ringfence_cuda::tile::TileScratch;
 use ringfence_engine::engine::cpu::kernel::Isa;
 use ringfence_engine::engine::cpu::kernel::vector::{add_to, narrow, swiglu};
 
@@ -11,7 +13,7 @@ use crate::products::Stored;
 use crate::support::{Gpu, Memory, Outcome, Rng, Test, same_bf16, words};
 
 /// All of them.
-pub(crate) const TESTS: &[Test] = &[("experts", experts)];
+pub(crate) const TESTS: &[Test] = &[("experts", experts), ("experts_tiled", tiled)];
 
 /// Sizes of one case.
 #[derive(Clone, Copy, Debug)]
@@ -59,20 +61,42 @@ impl Expert {
     }
 }
 
+/// Of many rows: items of every size, experts that nobody takes, one that all take.
+const MANY: [Case; 3] = [
+    Case { dim: 256, inner: 128, count: 8, per_row: 2, limit: 10.0, rows: &[1, 24, 70, 200] },
+    Case { dim: 640, inner: 384, count: 70, per_row: 6, limit: 0.0, rows: &[65, 129] },
+    Case { dim: 1024, inner: 640, count: 5, per_row: 3, limit: 0.5, rows: &[100] },
+];
+
 fn experts(gpu: &Gpu) -> Outcome {
+    cases(gpu, &CASES, false)
+}
+
+fn tiled(gpu: &Gpu) -> Outcome {
+    cases(gpu, &MANY, true)
+}
+
+fn cases(gpu: &Gpu, cases: &[Case], tiled: bool) -> Outcome {
     let mut rng = Rng::new(4242);
-    for case in CASES {
+    for &case in cases {
         let Case { dim, inner, count, .. } = case;
         let routed: Vec<Expert> = (0..count).map(|_| Expert::random(&mut rng, Format::Fp4, dim, inner)).collect();
         let shared = Expert::random(&mut rng, Format::Fp8, dim, inner);
         for &m in case.rows {
-            one(gpu, case, (&routed, &shared), m, &mut rng).map_err(|why| format!("{case:?}, {m} rows: {why}"))?;
+            one(gpu, case, (&routed, &shared), (m, tiled), &mut rng)
+                .map_err(|why| format!("{case:?}, {m} rows: {why}"))?;
         }
     }
     Ok(())
 }
 
-fn one(gpu: &Gpu, case: Case, (routed, shared): (&[Expert], &Expert), m: usize, rng: &mut Rng) -> Outcome {
+fn one(
+    gpu: &Gpu,
+    case: Case,
+    (routed, shared): (&[Expert], &Expert),
+    (m, tiled): (usize, bool),
+    rng: &mut Rng,
+) -> Outcome {
     let Case { dim, inner, count, per_row, limit, .. } = case;
     let x: Vec<bf16> = (0..m * dim).map(|_| bf16::from_f32(rng.normal())).collect();
     let mut picks: Vec<i32> = Vec::new();
@@ -105,12 +129,36 @@ fn one(gpu: &Gpu, case: Case, (routed, shared): (&[Expert], &Expert), m: usize, 
     let at = words(memory.put(&x))?;
     let routing = (words(memory.put(&picks))?, words(memory.put(&weights))?);
     let y = words(memory.room(2 * m * dim))?;
-    let scratch = words(Scratch::with_sizes(&gpu.device, (dim, inner, per_row), m))?;
     let products = words(Products::new(&gpu.device, gpu.kernels.clone(), Tuning::default()))?;
-    // SAFETY: every buffer is as long as the shapes say and lives until it was read.
-    words(unsafe {
-        products.experts(gpu.device.stream(), (Rows { at, stride: dim }, m), &all, routing, (&scratch, y))
-    })?;
+    let (stream, rows) = (gpu.device.stream(), (Rows { at, stride: dim }, m));
+    if tiled {
+        let many = words(ManyScratch::new(&gpu.device, (dim, inner), (count, per_row), m))?;
+        let codes = ManyScratch::codes((dim, inner), per_row, m);
+        // With no room for shared tiles, with room for some rows of a matrix, for all of them.
+        for room in [0, 256 * per_row, 8 * dim] {
+            let tiles = words(TileScratch::new(&gpu.device, codes, (m, room)))?;
+            // SAFETY: every buffer is as long as the shapes say and lives until the device was waited for.
+            words(unsafe { products.experts_tiled(stream, rows, &all, routing, (&many, &tiles, y)) })?;
+            words(gpu.device.synchronize())?;
+            check(&memory, case, (routed, shared), (m, y), (&x, &picks, &weights))?;
+        }
+        return Ok(());
+    }
+    let scratch = words(Scratch::with_sizes(&gpu.device, (dim, inner, per_row), m))?;
+    // SAFETY: as above.
+    words(unsafe { products.experts(stream, rows, &all, routing, (&scratch, y)) })?;
+    check(&memory, case, (routed, shared), (m, y), (&x, &picks, &weights))
+}
+
+/// All rows at `y` against the CPU's.
+fn check(
+    memory: &Memory<'_>,
+    case: Case,
+    (routed, shared): (&[Expert], &Expert),
+    (m, y): (usize, DevicePtr),
+    (x, picks, weights): (&[bf16], &[i32], &[f32]),
+) -> Outcome {
+    let Case { dim, per_row, limit, .. } = case;
     let isa = Isa::detect();
     for row in 0..m {
         let x = &x[row * dim..(row + 1) * dim];

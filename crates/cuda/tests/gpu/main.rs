@@ -13,6 +13,7 @@ mod engine;
 mod experts;
 mod goldens;
 mod history;
+mod long;
 mod products;
 mod rows;
 mod support;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         ("device", device::TESTS),
         ("engine", engine::TESTS),
         ("history", history::TESTS),
+        ("long", long::TESTS),
         ("goldens", goldens::TESTS),
     ];
     let (begun, mut run, mut failed) = (Instant::now(), 0, 0);

@@ -207,27 +207,99 @@ fn many(gpu: &Gpu) -> Outcome {
     Ok(())
 }
 
-/// Tiles of many rows: every split, rows and activations that don't fill tiles.
+/// Tiles of many rows: every format, shape and split; rows, activations and lanes that don't fill them.
 fn tiled(gpu: &Gpu) -> Outcome {
-    let products = words(Products::new(&gpu.device, gpu.kernels.clone(), Tuning::default()))?;
     let mut rng = Rng::new(79);
-    for (rows, cols, m) in [(256, 512, 64), (1024, 1024, 128), (136, 2048, 200), (4096, 512, 300), (64, 4096, 129)] {
-        let stored = Stored::random(&mut rng, Format::Fp8, rows, cols);
-        let x = rng.activations(m * cols);
-        let mut memory = words(gpu.memory(4 * rows * cols + 8 * m * (rows + cols) + (1 << 20)))?;
-        let w = words(memory.matrix(Format::Fp8, (rows, cols), &stored.codes, &stored.scales))?;
-        let at = words(memory.put(&x))?;
-        let (narrow, wide) = (words(memory.room(2 * m * rows))?, words(memory.room(4 * m * rows))?);
-        let scratch = words(TileScratch::new(&gpu.device, m, cols, rows))?;
-        let (stream, input) = (gpu.device.stream(), (Rows { at, stride: cols }, m));
-        let out = Out { at: narrow, stride: rows, wide: false };
+    let coded = [
+        (256, 512, 64),
+        (1024, 1024, 128),
+        (136, 2048, 200),
+        (4096, 512, 300),
+        (64, 4096, 129),
+        (130, 640, 33),
+        (600, 128, 70),
+        (8, 256, 24),
+        (2048, 1152, 512),
+    ];
+    let plain = [(256, 4096, 64), (130, 384, 40), (1, 320, 30), (600, 72, 130), (64, 8, 65), (1024, 1024, 257)];
+    for format in [Format::Fp8, Format::Wide, Format::Bf16] {
+        let shapes = if format == Format::Bf16 { &plain[..] } else { &coded[..] };
+        for &(rows, cols, m) in shapes {
+            let stored = Stored::random(&mut rng, format, rows, cols);
+            tiles(gpu, &[&stored], m, &mut rng).map_err(|why| format!("{format:?} {rows}×{cols}, {m} rows: {why}"))?;
+        }
+        let several: Vec<Stored> =
+            [512, 130, 64, 1, 257].map(|rows| Stored::random(&mut rng, format, rows, 1024)).into();
+        let several: Vec<&Stored> = several.iter().collect();
+        for m in [40, 64, 400] {
+            tiles(gpu, &several, m, &mut rng).map_err(|why| format!("several of {format:?}, {m} rows: {why}"))?;
+        }
+    }
+    tiled_groups(gpu, &mut rng)
+}
+
+/// Matrices of the same inputs in one launch, in fp32 and bf16 in turn, without and with room for splits.
+fn tiles(gpu: &Gpu, all: &[&Stored], m: usize, rng: &mut Rng) -> Outcome {
+    let products = words(Products::new(&gpu.device, gpu.kernels.clone(), Tuning::default()))?;
+    let (cols, format) = (all[0].cols, all[0].format);
+    let outputs: usize = all.iter().map(|stored| stored.rows).sum();
+    let x = rng.activations(m * cols);
+    let bytes: usize = all.iter().map(|stored| 3 * stored.codes.len()).sum();
+    let mut memory = words(gpu.memory(bytes + 16 * m * (outputs + cols) + (4 << 20)))?;
+    let at = words(memory.put(&x))?;
+    for room in [0, outputs] {
+        let scratch = words(TileScratch::new(&gpu.device, m * cols, (m, room)))?;
+        let mut list: Vec<(Linear, Out)> = Vec::new();
+        for (i, stored) in all.iter().enumerate() {
+            let w = words(memory.matrix(format, (stored.rows, cols), &stored.codes, &stored.scales))?;
+            let stride = stored.rows + if i == 2 { 3 } else { 0 };
+            list.push((w, Out { at: words(memory.room(4 * m * stride))?, stride, wide: (i + room) % 2 == 0 }));
+        }
+        let input = (Rows { at, stride: cols }, m);
         // SAFETY: every buffer is as long as the shapes say and lives until it was read.
-        words(unsafe { products.tiled(stream, input, &w, out, &scratch) })?;
-        // SAFETY: as above.
-        words(unsafe { products.tiled(stream, input, &w, Out { at: wide, wide: true, ..out }, &scratch) })?;
-        let what = format!("{rows}×{cols}, {m} rows");
-        same_f32(&what, &words(memory.get(wide, m * rows))?, &stored.f32(&x, m))?;
-        same_bf16(&what, &words(memory.get(narrow, m * rows))?, &stored.bf16(&x, m))?;
+        words(unsafe { products.tiled(gpu.device.stream(), input, (&list, None), &scratch) })?;
+        for (i, (stored, (w, out))) in all.iter().zip(&list).enumerate() {
+            let (wide, narrow) = (stored.f32(&x, m), stored.bf16(&x, m));
+            for row in 0..m {
+                let (what, from) = (format!("matrix {i}, room {room}, row {row}"), row * w.rows..(row + 1) * w.rows);
+                if out.wide {
+                    let got: Vec<f32> = words(memory.get(out.at.plus(4 * row * out.stride), w.rows))?;
+                    same_f32(&what, &got, &wide[from])?;
+                } else {
+                    let got: Vec<bf16> = words(memory.get(out.at.plus(2 * row * out.stride), w.rows))?;
+                    same_bf16(&what, &got, &narrow[from])?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Matrices with inputs of their own.
+fn tiled_groups(gpu: &Gpu, rng: &mut Rng) -> Outcome {
+    let products = words(Products::new(&gpu.device, gpu.kernels.clone(), Tuning::default()))?;
+    for (groups, size, cols, m) in [(8, 1024, 512, 70), (2, 128, 256, 200), (3, 128, 640, 25)] {
+        let stored = Stored::random(rng, Format::Wide, groups * size, cols);
+        let values = fp8_to_bf16(stored.rows, cols, &stored.codes, &stored.scales).map_err(|e| e.to_string())?;
+        let packed = Bf16Matrix::pack(stored.rows, cols, &values).map_err(|e| e.to_string())?;
+        let x = rng.activations(m * groups * cols);
+        let wide: Vec<f32> = x.iter().map(|v| v.to_f32()).collect();
+        let mut expected = vec![bf16::ZERO; m * stored.rows];
+        packed.grouped(Isa::detect(), groups, linear::Rows::new(&wide, m), linear::Out::bf16(&mut expected, m));
+        let mut memory = words(gpu.memory(3 * stored.codes.len() + 4 * m * (stored.rows + groups * cols) + (1 << 20)))?;
+        let w = words(memory.matrix(Format::Wide, (stored.rows, cols), &stored.codes, &stored.scales))?;
+        let at = words(memory.put(&x))?;
+        let out = words(memory.room(2 * m * stored.rows))?;
+        let part = |g: usize| {
+            let to = Out { at: out.plus(2 * g * size), stride: stored.rows, wide: false };
+            (w.part(g * size, size), to)
+        };
+        let list: Vec<_> = (0..groups).map(part).collect();
+        let scratch = words(TileScratch::new(&gpu.device, 0, (m, stored.rows)))?;
+        let rows = (Rows { at, stride: groups * cols }, m);
+        // SAFETY: every buffer is as long as the shapes say and lives until it was read.
+        words(unsafe { products.tiled(gpu.device.stream(), rows, (&list, Some(cols)), &scratch) })?;
+        same_bf16(&format!("{groups} groups, {m} rows"), &words(memory.get(out, m * stored.rows))?, &expected)?;
     }
     Ok(())
 }
