@@ -338,7 +338,7 @@ async fn a_prompt_is_scored() {
         pos,
         answer: Answer {
             token: TokenId(9),
-            scores: Some(Scores { fed, top: vec![(TokenId(best), -0.5), (TokenId(4), -1.25)] }),
+            scores: Some(Scores { fed, picked: None, top: vec![(TokenId(best), -0.5), (TokenId(4), -1.25)] }),
         },
     };
     let events =

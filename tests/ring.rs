@@ -23,6 +23,8 @@ mod rebuild;
 mod restart;
 #[path = "ring/rig.rs"]
 mod rig;
+#[path = "ring/scored.rs"]
+mod scored;
 #[path = "ring/scripted.rs"]
 mod scripted;
 #[path = "ring/shadow.rs"]

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use crate::api::ask::Ask;
 use crate::api::chat::parse::{Call, Piece};
+use crate::api::logprobs::Logprobs;
 use crate::api::score::ScoreReport;
 use crate::coordinator::job::{Finish, JobStats, ModelFacts};
 use crate::ids::{SessionId, TokenId};
@@ -48,7 +49,7 @@ pub(crate) struct Choice<'a> {
     pub(crate) index: u32,
     #[serde(flatten)]
     pub(crate) said: Said<'a>,
-    pub(crate) logprobs: Option<()>,
+    pub(crate) logprobs: Option<Logprobs>,
     pub(crate) finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) token_ids: Option<&'a [TokenId]>,

@@ -62,14 +62,11 @@ const UNSUPPORTED: &[Unsupported] = &[
 const UNSUPPORTED_COMPLETION: &[Unsupported] = &[
     ("best_of", &["1"], "ask for the choices with `n`"),
     ("echo", &["false"], "put the prompt in front of the text yourself"),
-    ("logprobs", &[], "score a prompt with `score`"),
     ("suffix", &["\"\""], "this model does not insert text"),
 ];
 
 /// Those of chats.
 const UNSUPPORTED_CHAT: &[Unsupported] = &[
-    ("logprobs", &["false"], "score a prompt with `score` of /v1/completions"),
-    ("top_logprobs", &[], "score a prompt with `score` of /v1/completions"),
     ("functions", &["[]"], "they are called tools"),
     ("function_call", &["\"none\""], "it is called tool_choice"),
     ("audio", &[], "this model writes text"),
@@ -113,6 +110,10 @@ pub fn read(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask, Api
     if score.is_some() && common.choices > 1 {
         return Err(ApiError::Unsupported { field: "n", hint: "a prompt has one score" });
     }
+    let logprobs = fields.integer("logprobs", 0, u64::from(SCORE_TOP_MAX))?.and_then(|top| u32::try_from(top).ok());
+    if score.is_some() && logprobs.is_some() {
+        return Err(ApiError::Unsupported { field: "logprobs", hint: "scores of the prompt come without them" });
+    }
     let max_new = fields.integer("max_tokens", 0, u64::from(u32::MAX))?;
     let max_new = max_new.and_then(|n| u32::try_from(n).ok()).unwrap_or(MAX_TOKENS_DEFAULT);
     if max_new == 0 && score.is_none() {
@@ -120,7 +121,7 @@ pub fn read(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask, Api
     }
     let prompt = read_prompt(&fields, model, &speech.vocabulary)?;
     fits(&prompt, max_new, model)?;
-    Ok(Ask { score_top: score.unwrap_or(0), ..common.ask(prompt, max_new, score) })
+    Ok(Ask { score_top: score.unwrap_or(0), ..common.ask(prompt, max_new, logprobs, score) })
 }
 
 /// Reads the body of a chat.
@@ -141,6 +142,7 @@ pub fn read_chat(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask
         return Err(invalid("max_tokens", &expected, &old.into()));
     }
     let max_new = new.or(old).and_then(|n| u32::try_from(n).ok());
+    let logprobs = read_logprobs(&fields)?;
     let (prompt, reading) = speech.chat.prompt(&fields, &speech.vocabulary)?;
     if let Some(id) = prompt.iter().find(|id| id.0 >= model.vocab) {
         return Err(invalid("messages", &format!("tokens below {}", model.vocab), &Value::from(id.0)));
@@ -149,7 +151,7 @@ pub fn read_chat(body: &[u8], model: &ModelFacts, speech: &Speech) -> Result<Ask
     let usual = if reading.thinks() { THINKING_TOKENS_DEFAULT } else { CHAT_TOKENS_DEFAULT };
     let max_new = max_new.unwrap_or(usual.min(left).max(1));
     fits(&prompt, max_new, model)?;
-    Ok(Ask { chat: Some(reading), ..common.ask(prompt, max_new, None) })
+    Ok(Ask { chat: Some(reading), ..common.ask(prompt, max_new, logprobs, None) })
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
@@ -179,11 +181,12 @@ struct Common {
 }
 
 impl Common {
-    fn ask(self, prompt: Vec<TokenId>, max_new: u32, score: Option<u32>) -> Ask {
+    /// A request that asks for log-probabilities of the new tokens, or for scores of the prompt.
+    fn ask(self, prompt: Vec<TokenId>, max_new: u32, logprobs: Option<u32>, score: Option<u32>) -> Ask {
         let Self { choices, stream, include_usage, sampling, stops, mode, encoding, ignore_eos, token_ids } = self;
         // One top token is always asked for: it is the argmax, which a sampled token is not.
         let score = score.map(|top| top.max(1));
-        let request = Request { prompt, max_new, sampling, mode, encoding, score, ignore_eos };
+        let request = Request { prompt, max_new, sampling, mode, encoding, score, logprobs, ignore_eos };
         Ask { request, choices, stops, stream, include_usage, token_ids, score_top: 0, chat: None }
     }
 }
@@ -236,6 +239,16 @@ fn read_score(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(score.or(alias).and_then(|top| u32::try_from(top).ok()))
 }
 
+/// Top tokens of a chat's log-probabilities, where they are asked for.
+fn read_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
+    let top = fields.integer("top_logprobs", 0, u64::from(SCORE_TOP_MAX))?;
+    match (fields.flag("logprobs")?, top) {
+        (false, None) => Ok(None),
+        (false, Some(_)) => Err(invalid("logprobs", "true with top_logprobs", &fields.value("logprobs"))),
+        (true, top) => Ok(Some(top.and_then(|top| u32::try_from(top).ok()).unwrap_or(0))),
+    }
+}
+
 fn read_sampling(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sampling, ApiError> {
     let temperature = fields.number("temperature", 0.0, 2.0)?.unwrap_or(defaults.temperature);
     let top_p = fields.number("top_p", 0.0, 1.0)?.unwrap_or(defaults.top_p);
@@ -243,6 +256,7 @@ fn read_sampling(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sampling, A
         return Err(invalid("top_p", "a number above 0, up to 1", &fields.value("top_p")));
     }
     let top_k = fields.integer("top_k", 0, u64::from(u32::MAX))?.and_then(|k| u32::try_from(k).ok());
+    let min_p = fields.number("min_p", 0.0, 1.0)?.unwrap_or(defaults.min_p);
     let seed = match fields.get("seed") {
         None => rand::random::<u64>() >> (u64::BITS - SEED_BITS),
         // A negative seed is taken as its two's complement.
@@ -251,7 +265,7 @@ fn read_sampling(fields: &Fields<'_>, defaults: &Defaults) -> Result<Sampling, A
             .or_else(|| value.as_i64().map(i64::cast_unsigned))
             .ok_or_else(|| invalid("seed", "an integer from -2^63 to 2^64 - 1", value))?,
     };
-    Ok(Sampling { temperature, top_k: top_k.unwrap_or(defaults.top_k), top_p, seed })
+    Ok(Sampling { temperature, top_k: top_k.unwrap_or(defaults.top_k), top_p, min_p, seed })
 }
 
 fn read_stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {

@@ -17,6 +17,7 @@ pub mod ask;
 pub mod chat;
 pub mod error;
 mod fields;
+mod logprobs;
 mod resume;
 pub mod score;
 pub mod server;

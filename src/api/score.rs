@@ -73,7 +73,7 @@ mod tests {
     fn answer(fed: Option<f32>, top: &[(u32, f32)]) -> Answer {
         let top = top.iter().map(|&(id, p)| (TokenId(id), p)).collect();
         // The sampled token is another one than the most likely.
-        Answer { token: TokenId(99), scores: Some(Scores { fed, top }) }
+        Answer { token: TokenId(99), scores: Some(Scores { fed, picked: None, top }) }
     }
 
     #[test]

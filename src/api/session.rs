@@ -11,9 +11,10 @@ use tokio::time::timeout;
 use crate::api::answer::{Choice, Extension, Said};
 use crate::api::ask::Ask;
 use crate::api::chat::parse::Piece;
+use crate::api::logprobs::{Logprobs, Scored};
 use crate::api::text::Vocabulary;
 use crate::api::transcript::{End, Step, Transcript};
-use crate::coordinator::job::{Attached, Event, Job, JobStats};
+use crate::coordinator::job::{Attached, Event, Job, JobStats, TokenScores};
 use crate::ids::{SessionId, TokenId};
 
 /// How long a stopped session may take to say what it measured.
@@ -28,11 +29,12 @@ pub(crate) struct Session {
     events: mpsc::Receiver<Event>,
     alive: Option<oneshot::Sender<()>>,
     /// Tokens said to readers before, which come before any event.
-    past: VecDeque<TokenId>,
+    past: VecDeque<(TokenId, Option<TokenScores>)>,
     pub(crate) transcript: Transcript,
     /// The seed that was used.
     seed: u64,
     chat: bool,
+    vocabulary: Arc<Vocabulary>,
     /// Token ids belong in the answer.
     token_ids: bool,
 }
@@ -46,7 +48,8 @@ impl Session {
             events: job.events,
             alive: Some(job.alive),
             past: VecDeque::new(),
-            transcript: Transcript::new(ask, vocabulary),
+            transcript: Transcript::new(ask, Arc::clone(&vocabulary)),
+            vocabulary,
             seed: ask.seed_of(choice),
             chat: ask.chat.is_some(),
             token_ids: ask.token_ids,
@@ -55,14 +58,16 @@ impl Session {
 
     /// Takes a job that was read before.
     pub(crate) fn resumed(attached: Attached, ask: &Ask, vocabulary: Arc<Vocabulary>) -> Self {
-        let past = attached.tokens.into();
+        let mut scores = attached.scores.into_iter();
+        let past = attached.tokens.into_iter().map(|token| (token, scores.next())).collect();
         Self { past, ..Self::new(attached.job, ask, 0, vocabulary) }
     }
 
     /// The next step. Cancelling it loses nothing.
     pub(crate) async fn next(&mut self) -> Step {
-        let event = if let Some(token) = self.past.pop_front() {
-            Some(Event::Token { index: u32::try_from(self.transcript.taken()).unwrap_or(u32::MAX), token })
+        let event = if let Some((token, scores)) = self.past.pop_front() {
+            let index = u32::try_from(self.transcript.taken()).unwrap_or(u32::MAX);
+            Some(Event::Token { index, token, scores })
         } else if self.transcript.stopped() {
             timeout(STOP_WAIT, self.events.recv()).await.unwrap_or(None)
         } else {
@@ -103,6 +108,7 @@ impl Session {
             finish_reason: Some(reason),
             token_ids: self.token_ids.then_some(self.transcript.ids.as_slice()),
             prompt_scores: self.transcript.scores.as_ref(),
+            logprobs: self.logprobs(&self.transcript.logprobs),
             ..Choice::new(self.choice, said)
         }
     }
@@ -114,7 +120,9 @@ impl Session {
         } else {
             Said::Text(&piece.content)
         };
-        Choice { token_ids: self.token_ids.then_some(ids), ..Choice::new(self.choice, said) }
+        let token_ids = self.token_ids.then_some(ids);
+        let logprobs = self.logprobs(self.transcript.logprobs.last().map_or(&[], std::slice::from_ref));
+        Choice { token_ids, logprobs, ..Choice::new(self.choice, said) }
     }
 
     /// The end and what was held back, as a choice of a chunk.
@@ -125,6 +133,11 @@ impl Session {
             Said::Text(&tail.content)
         };
         Choice { finish_reason: Some(reason), ..Choice::new(self.choice, said) }
+    }
+
+    /// Log-probabilities of tokens, where there are any.
+    fn logprobs(&self, list: &[Scored]) -> Option<Logprobs> {
+        (!list.is_empty()).then(|| Logprobs::new(self.chat, list, &self.vocabulary))
     }
 
     /// What OpenAI's objects have no place for.

@@ -31,11 +31,13 @@ pub struct Defaults {
     pub top_p: f32,
     /// 0: all.
     pub top_k: u32,
+    /// From 0, all, to 1.
+    pub min_p: f32,
 }
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { temperature: 1.0, top_p: 1.0, top_k: 0 }
+        Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 }
     }
 }
 
@@ -89,6 +91,7 @@ struct GenerationConfig {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<u32>,
+    min_p: Option<f32>,
 }
 
 impl Speech {
@@ -161,14 +164,15 @@ fn defaults(config: &GenerationConfig) -> Result<Defaults, SpeechError> {
         temperature: if greedy { 0.0 } else { config.temperature.unwrap_or(usual.temperature) },
         top_p: config.top_p.unwrap_or(usual.top_p),
         top_k: config.top_k.unwrap_or(usual.top_k),
+        min_p: config.min_p.unwrap_or(usual.min_p),
     };
-    let possible = (0.0..=2.0).contains(&defaults.temperature) && defaults.top_p > 0.0 && defaults.top_p <= 1.0;
-    if possible {
+    let Defaults { temperature, top_p, min_p, .. } = defaults;
+    let mass = top_p > 0.0 && top_p <= 1.0;
+    if mass && (0.0..=2.0).contains(&temperature) && (0.0..=1.0).contains(&min_p) {
         return Ok(defaults);
     }
     let why = format!(
-        "temperature {} and top_p {}: expected 0 to 2, and above 0 up to 1",
-        defaults.temperature, defaults.top_p
+        "temperature {temperature}, top_p {top_p}, min_p {min_p}: expected 0 to 2, above 0 up to 1, and 0 to 1"
     );
     Err(SpeechError::File { file: "generation_config.json", why })
 }
@@ -191,8 +195,8 @@ mod tests {
     fn defaults_are_the_checkpoints_or_openais() {
         let of = |generation| tiny(generation, None).unwrap().defaults;
         assert_eq!(of("{}"), Defaults::default());
-        let some = of(r#"{"temperature": 0.6, "top_p": 0.95, "top_k": 40, "do_sample": true}"#);
-        assert_eq!(some, Defaults { temperature: 0.6, top_p: 0.95, top_k: 40 });
+        let some = of(r#"{"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.125, "do_sample": true}"#);
+        assert_eq!(some, Defaults { temperature: 0.6, top_p: 0.95, top_k: 40, min_p: 0.125 });
         assert_eq!(of(r#"{"temperature": 0.6, "do_sample": false}"#).temperature, 0.0);
     }
 

@@ -152,6 +152,12 @@ impl Vocabulary {
         self.spellings.get(&id).map(String::as_str)
     }
 
+    /// How many characters begin in `id`.
+    pub(crate) fn characters(&self, id: TokenId) -> usize {
+        // Bytes that go on with a character are 10xxxxxx.
+        self.token_bytes(id).iter().filter(|&&byte| byte & 0xC0 != 0x80).count()
+    }
+
     /// The bytes that `id` stands for, or its spelling where it is a special token.
     pub(crate) fn spelled(&self, id: TokenId) -> &[u8] {
         self.spelling(id).map_or_else(|| self.token_bytes(id), str::as_bytes)

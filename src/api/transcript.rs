@@ -6,6 +6,7 @@ use crate::api::answer::Written;
 use crate::api::ask::Ask;
 use crate::api::chat::parse::{Parser, Piece};
 use crate::api::error::ApiError;
+use crate::api::logprobs::Scored;
 use crate::api::score::ScoreReport;
 use crate::api::text::Vocabulary;
 use crate::coordinator::job::{Event, Finish, JobStats};
@@ -22,6 +23,12 @@ pub(crate) struct Transcript {
     /// Scores, where they were asked for.
     pub(crate) scores: Option<ScoreReport>,
     score_top: u32,
+    /// Log-probabilities of `ids`, where they were asked for.
+    pub(crate) logprobs: Vec<Scored>,
+    scored: bool,
+    /// Characters that begin in the tokens so far.
+    offset: usize,
+    vocabulary: Arc<Vocabulary>,
     stopped: bool,
 }
 
@@ -58,7 +65,11 @@ impl Transcript {
     /// An answer to `ask` with nothing said.
     pub(crate) fn new(ask: &Ask, vocabulary: Arc<Vocabulary>) -> Self {
         Self {
-            parser: Parser::new(ask.chat, ask.stops.clone(), vocabulary),
+            parser: Parser::new(ask.chat, ask.stops.clone(), Arc::clone(&vocabulary)),
+            logprobs: Vec::new(),
+            scored: ask.request.logprobs.is_some(),
+            offset: 0,
+            vocabulary,
             reasoning: 0,
             ids: Vec::new(),
             scores: ask.request.score.map(|_| ScoreReport::default()),
@@ -92,13 +103,21 @@ impl Transcript {
         match event {
             // Tokens that were on their way when the stop string was complete.
             Event::Token { .. } | Event::Scored { .. } if self.stopped => Step::Quiet,
-            Event::Token { index, token } => {
+            Event::Token { index, token, scores } => {
                 if u32::try_from(self.ids.len()) != Ok(index) {
                     let why = format!("token {index} came, token {} was expected", self.ids.len());
                     return self.fail(ApiError::Internal { why });
                 }
                 self.ids.push(token);
-                self.reasoning += usize::from(self.parser.reasons());
+                let reasoning = self.parser.reasons();
+                self.reasoning += usize::from(reasoning);
+                if self.scored {
+                    let Some(scores) = scores else {
+                        return self.fail(ApiError::Internal { why: format!("token {index} has no log-probability") });
+                    };
+                    self.logprobs.push(Scored { token, scores, reasoning, offset: self.offset });
+                }
+                self.offset += self.vocabulary.characters(token);
                 let passed = self.parser.push(token);
                 self.stopped = passed.stopped;
                 Step::Token { token, piece: passed.piece, stopped: passed.stopped }

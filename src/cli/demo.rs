@@ -256,7 +256,7 @@ impl Demo {
         let request = solo::Request {
             prompt: &self.prompt,
             max_new: args.max_new,
-            sampling: Sampling { temperature: args.temperature, top_k: 0, top_p: 1.0, seed: args.seed },
+            sampling: Sampling { temperature: args.temperature, top_k: 0, top_p: 1.0, min_p: 0.0, seed: args.seed },
             eos: &self.checkpoint.config().eos.iter().copied().map(TokenId).collect::<Vec<_>>(),
             boundaries: self.cut.iter().skip(1).map(|range| range.lo()).collect(),
             encoding: args.wire,

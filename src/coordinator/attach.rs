@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::clock;
 use crate::coordinator::handle::Answer;
-use crate::coordinator::job::{AttachError, Client, Event, JobError, JobSide, JobStats, Request};
+use crate::coordinator::job::{AttachError, Client, Event, JobError, JobSide, JobStats, Request, TokenScores};
 use crate::coordinator::log::book::Logged;
 use crate::coordinator::log::folder::ENDED_MAX;
 use crate::coordinator::log::record::{Ended, Opened};
@@ -21,6 +21,8 @@ pub(crate) struct Found {
     pub(crate) form: Vec<u8>,
     /// Said before, from the first on.
     pub(crate) tokens: Vec<TokenId>,
+    /// Their log-probabilities, where the request asks for them.
+    pub(crate) scores: Vec<TokenScores>,
     /// Only the end is still to come.
     pub(crate) ended: bool,
 }
@@ -30,6 +32,7 @@ pub(crate) struct Found {
 pub(super) struct Kept {
     opened: Opened,
     tokens: Vec<TokenId>,
+    scores: Vec<TokenScores>,
     last: Event,
     /// Number of the last reader.
     number: u64,
@@ -48,21 +51,25 @@ impl Kept {
             ..JobStats::default()
         };
         let last = Event::Finished { reason, stats };
-        Some(Self { opened: logged.opened, tokens: logged.tokens, last, number: 0, until: Some(until) })
+        let Logged { opened, tokens, scores, .. } = logged;
+        Some(Self { opened, tokens, scores, last, number: 0, until: Some(until) })
     }
 
     /// One that ends here; `attached`: a reader has still to read what it was told.
     pub(super) fn ended(opened: Opened, mut session: Session, last: Event, attached: bool) -> Self {
-        session.committed.truncate(session.told());
+        let told = session.told();
+        session.committed.truncate(told);
+        session.scores.truncate(told);
         let until = if attached { None } else { session.readers.until };
-        Self { opened, tokens: session.committed, last, number: session.readers.number, until }
+        Self { opened, tokens: session.committed, scores: session.scores, last, number: session.readers.number, until }
     }
 
     /// What the log says of it; nothing of one that failed, which a later coordinator does not know.
     pub(super) fn logged(&self) -> Option<Logged> {
         let Event::Finished { reason, .. } = &self.last else { return None };
         let ended = Some(Ended::Finished(*reason));
-        Some(Logged { opened: self.opened.clone(), tokens: self.tokens.clone(), ended })
+        let (opened, tokens, scores) = (self.opened.clone(), self.tokens.clone(), self.scores.clone());
+        Some(Logged { opened, tokens, scores, ended })
     }
 }
 
@@ -89,12 +96,14 @@ impl Shell {
             readers.number += 1;
             readers.until = None;
             let told = session.committed[..session.told()].to_vec();
+            let scores = session.scores.iter().take(told.len()).cloned().collect();
             let readers = &mut session.readers;
             let answer = Found {
                 number: readers.number,
                 request: session.request.clone(),
                 form: readers.client.form.clone(),
                 tokens: told,
+                scores,
                 ended: false,
             };
             if let Some(before) = readers.reader.replace(reader) {
@@ -114,6 +123,7 @@ impl Shell {
                 request: kept.opened.request.clone(),
                 form: kept.opened.client.form.clone(),
                 tokens: kept.tokens.clone(),
+                scores: kept.scores.clone(),
                 ended: true,
             }));
         } else if self.log.is_open() && (self.log.is_later(id) || self.ring.is_superseded()) {

@@ -52,10 +52,11 @@ impl Shell {
         let request = Request {
             prompt: vec![self.shape.probe_token],
             max_new: 1,
-            sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 },
+            sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
             mode: Some(Mode::Plain),
             encoding: None,
             score: None,
+            logprobs: None,
             ignore_eos: true,
         };
         tracing::debug!(%session, age = ?now, "probe round");
@@ -152,7 +153,7 @@ impl Shell {
             encoding: arithmetic.encoding,
             sampling: request.sampling,
             draft_block: drafts,
-            want: Want { scores: request.score },
+            want: Want { scores: request.score, logprobs: request.logprobs },
             resumes,
         };
         let config = self.round_config(&open, request, (prompt, max_new, chunk));
@@ -249,7 +250,7 @@ impl Shell {
                     }
                     Ok(())
                 }
-                RoundOutput::Commit { index, token, .. } => session.commit(index, token, now),
+                RoundOutput::Commit { index, token, scores, .. } => session.commit(index, token, scores, now),
                 RoundOutput::Scored { position, answer } => session.score(position.0, answer),
                 RoundOutput::Finished(finish) => {
                     self.close(id, finish, now);

@@ -201,7 +201,7 @@ impl Shell {
     /// A session that was not at its end waits for the ring, and for its reader.
     fn recreate(&mut self, logged: Logged) {
         let now = clock::now();
-        let Logged { opened, tokens, .. } = logged;
+        let Logged { opened, tokens, scores, .. } = logged;
         let Opened { session: id, request, arithmetic, client } = opened;
         let opening = self.opening_on((Vec::new(), 0), (id, &request), &tokens, Some(&arithmetic), now);
         let opening = match opening {
@@ -217,6 +217,7 @@ impl Shell {
         session.wire_bytes_per_position = self.wire_bytes(arithmetic.encoding);
         session.durable = Durable::Tokens(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
         session.committed = tokens;
+        session.scores = scores;
         let error = JobError::NotReady { why: "the coordinator was started again".to_owned() };
         session.park(error, now + self.settings.heal_wait.max(reattach));
         tracing::info!(session = %id, tokens = session.committed.len(), "a logged session waits for the ring");
@@ -308,7 +309,8 @@ impl Shell {
             if session.has_news() {
                 let told = session.told();
                 let first = u32::try_from(told).unwrap_or(u32::MAX);
-                entries.push(Entry::Tokens { session: *id, first, ids: session.committed[told..].to_vec() });
+                let scores = session.scores.get(told..).unwrap_or_default().to_vec();
+                entries.push(Entry::Tokens { session: *id, first, ids: session.committed[told..].to_vec(), scores });
                 let count = u32::try_from(session.committed.len()).unwrap_or(u32::MAX);
                 manifest.sessions.push((*id, count));
             }
@@ -322,9 +324,9 @@ impl Shell {
         let mut manifest = Manifest { view: Some(view), replaces: Some(self.log.queue.len()), ..Manifest::default() };
         let mut entries = vec![Entry::View(view)];
         for (id, session) in self.sessions.iter().filter(|(_, session)| session.durable != Durable::Unlogged) {
-            let tokens = session.committed.clone();
+            let (tokens, scores) = (session.committed.clone(), session.scores.clone());
             manifest.sessions.push((*id, u32::try_from(tokens.len()).unwrap_or(u32::MAX)));
-            entries.extend(carried(&Logged { opened: opened(*id, session), tokens, ended: None }));
+            entries.extend(carried(&Logged { opened: opened(*id, session), tokens, scores, ended: None }));
         }
         entries.extend(self.kept.values().flat_map(|kept| kept.logged().as_ref().map(carried).unwrap_or_default()));
         (entries, manifest)

@@ -82,6 +82,9 @@ impl Coordinator {
         if request.max_new == 0 && request.score.is_none() {
             return invalid("max_tokens", "expected at least 1, or a prompt to score".to_owned());
         }
+        if request.score.is_some() && request.logprobs.is_some() {
+            return invalid("logprobs", "expected none where the prompt is scored".to_owned());
+        }
         let context = self.shared.context.load(Ordering::Relaxed);
         let prompt = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
         if prompt.saturating_add(request.max_new) > context {
@@ -161,9 +164,10 @@ impl Serve for Coordinator {
             let (found, finding) = oneshot::channel();
             let asked = self.commands.send(Command::Attach { session, authorization, reader, found }).await;
             asked.map_err(|_| AttachError::Unknown)?;
-            let Found { number, request, form, tokens, ended } = finding.await.map_err(|_| AttachError::Unknown)??;
+            let Found { number, request, form, tokens, scores, ended } =
+                finding.await.map_err(|_| AttachError::Unknown)??;
             self.watch(session, number, caller);
-            Ok(Attached { job, request, form, tokens, ended })
+            Ok(Attached { job, request, form, tokens, scores, ended })
         })
     }
 

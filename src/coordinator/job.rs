@@ -39,8 +39,19 @@ pub struct Request {
     pub encoding: Option<WireEncoding>,
     /// Scores every prompt position, with this many top tokens.
     pub score: Option<u32>,
+    /// Log-probabilities of the new tokens, with this many top tokens; not with `score`.
+    pub logprobs: Option<u32>,
     /// Goes on past the end-of-sequence token.
     pub ignore_eos: bool,
+}
+
+/// Natural log-probabilities of a new token, at temperature 1.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TokenScores {
+    /// Of the token.
+    pub logprob: f32,
+    /// The most likely tokens, descending (ties: lowest id first).
+    pub top: Vec<(TokenId, f32)>,
 }
 
 /// Who asked, as far as it matters when the answer is read on over another connection.
@@ -75,6 +86,8 @@ pub struct Attached {
     pub form: Vec<u8>,
     /// The tokens said before, from the first on.
     pub tokens: Vec<TokenId>,
+    /// Their log-probabilities, where the request asks for them, else none.
+    pub scores: Vec<TokenScores>,
     /// Nothing but the end is still to come.
     pub ended: bool,
 }
@@ -125,6 +138,8 @@ pub enum Event {
         index: u32,
         /// The token.
         token: TokenId,
+        /// Its log-probabilities, where the request asks for them.
+        scores: Option<TokenScores>,
     },
     /// A scored prompt position, ascending.
     Scored {
@@ -482,7 +497,7 @@ mod tests {
         let (mut job, side, caller) = Job::channel(SessionId(1));
         for index in 0..=JOB_EVENTS_MAX {
             let index = u32::try_from(index).unwrap();
-            let sent = side.send(Event::Token { index, token: TokenId(0) });
+            let sent = side.send(Event::Token { index, token: TokenId(0), scores: None });
             if index as usize == JOB_EVENTS_MAX {
                 assert_eq!(sent, Err(JobError::SlowReader { events: JOB_EVENTS_MAX }));
             } else {

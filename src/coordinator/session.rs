@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::coordinator::job::{Client, Event, Finish, JobError, JobSide, JobStats, Request};
+use crate::coordinator::job::{Client, Event, Finish, JobError, JobSide, JobStats, Request, TokenScores};
 use crate::heal::run::Run;
 use crate::ids::{LayerRange, Node, Position, TokenId, WireEncoding};
 use crate::proto::control::{Open, SessionReport, StageReport};
-use crate::proto::frame::Answer;
+use crate::proto::frame::{Answer, Scores};
 use crate::proto::round::{Round, RoundStats};
 
 /// How long the stages may take to say what they computed, before the numbers go out without it.
@@ -108,6 +108,8 @@ pub(crate) struct Session {
     pub(crate) ending: bool,
     /// Final tokens; the reader is told those that are durable.
     pub(crate) committed: Vec<TokenId>,
+    /// Their log-probabilities, where the request asks for them, else none.
+    pub(crate) scores: Vec<TokenScores>,
     /// Those of `committed` that the present round has in its prompt.
     pub(crate) replayed: usize,
     /// Prompt positions that the reader was told, from 0.
@@ -154,6 +156,7 @@ impl Session {
             durable: Durable::Unlogged,
             ending: false,
             committed: Vec::new(),
+            scores: Vec::new(),
             replayed,
             scored: 0,
             reports: BTreeMap::new(),
@@ -210,17 +213,24 @@ impl Session {
     /// A token is final: the `index`-th new one of the present round.
     ///
     /// # Errors
-    /// [`JobError::Diverged`] where another one was committed there before.
-    pub(crate) fn commit(&mut self, index: u32, token: TokenId, now: Instant) -> Result<(), JobError> {
+    /// [`JobError::Diverged`] where another one was committed there before, or with other log-probabilities.
+    pub(crate) fn commit(
+        &mut self,
+        index: u32,
+        token: TokenId,
+        scores: Option<Scores>,
+        now: Instant,
+    ) -> Result<(), JobError> {
         self.rebuilding = false;
         let at = self.replayed + index as usize;
+        let scores = self.token_scores(at, scores)?;
         if let Some(told) = self.committed.get(at) {
-            if *told == token {
+            if *told == token && self.scores.get(at) == scores.as_ref() {
                 return Ok(());
             }
             let why = format!(
-                "the healed ring puts token {token} at new token {at}, where {told} was committed before: \
-                 a stage computes differently, and nothing more is sent"
+                "the healed ring puts token {token} at new token {at}, where {told} was committed before, or gives \
+                 it another probability: a stage computes differently, and nothing more is sent"
             );
             return Err(JobError::Diverged { why });
         }
@@ -228,9 +238,24 @@ impl Session {
         self.last = Some(now);
         self.patience = None;
         self.committed.push(token);
+        self.scores.extend(scores);
         match self.durable {
             Durable::Unlogged => self.tell(at),
             Durable::Nothing | Durable::Tokens(_) => Ok(()),
+        }
+    }
+
+    /// The log-probabilities of new token `at`, where the request asks for them.
+    fn token_scores(&self, at: usize, scores: Option<Scores>) -> Result<Option<TokenScores>, JobError> {
+        if self.request.logprobs.is_none() {
+            return Ok(None);
+        }
+        match scores {
+            Some(Scores { picked: Some(logprob), top, .. }) => Ok(Some(TokenScores { logprob, top })),
+            Some(_) | None => {
+                let why = format!("the tail gives new token {at} no log-probability, which was asked for");
+                Err(JobError::Diverged { why })
+            }
         }
     }
 
@@ -271,7 +296,8 @@ impl Session {
 
     fn tell(&self, at: usize) -> Result<(), JobError> {
         let (Some(reader), Some(token)) = (&self.readers.reader, self.committed.get(at)) else { return Ok(()) };
-        reader.send(Event::Token { index: u32::try_from(at).unwrap_or(u32::MAX), token: *token })
+        let index = u32::try_from(at).unwrap_or(u32::MAX);
+        reader.send(Event::Token { index, token: *token, scores: self.scores.get(at).cloned() })
     }
 
     /// A prompt position is scored; what was told before is not told again.

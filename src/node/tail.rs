@@ -6,7 +6,7 @@ use crate::draft::{self, Anchor, Chooser};
 use crate::engine::sample::{LogSoftmax, Sampler};
 use crate::engine::{Engine, EngineError};
 use crate::ids::{Position, TokenId};
-use crate::proto::control::{Open, Rebuild};
+use crate::proto::control::{Open, Rebuild, Want};
 use crate::proto::frame::{Answer, DraftBlock, FrameHead, Reply, Scores};
 use crate::proto::frontier::{Frontier, FrontierError};
 
@@ -128,15 +128,17 @@ impl Tail {
 
     fn answer_row(&mut self, pos: Position, fed: Option<f32>, row: &[f32]) -> Answer {
         let token = self.sampler.pick(row, &self.open.sampling, pos.plus(1));
-        let scores = self.open.want.scores.map(|top| {
-            let softmax = self.sampler.log_softmax(row);
-            let top = self.sampler.top(row, &softmax, top as usize);
+        let Want { scores, logprobs } = self.open.want;
+        let Some(top) = scores.or(logprobs) else { return Answer { token, scores: None } };
+        let softmax = self.sampler.log_softmax(row);
+        let top = self.sampler.top(row, &softmax, top as usize);
+        if scores.is_some() {
             self.last_row.clear();
             self.last_row.extend_from_slice(row);
             self.last = Some((pos, softmax));
-            Scores { fed, top }
-        });
-        Answer { token, scores }
+        }
+        let picked = logprobs.map(|_| softmax.of(row, token));
+        Answer { token, scores: Some(Scores { fed, picked, top }) }
     }
 
     /// Log-probability of the token fed at `pos`, where the row before it is known.

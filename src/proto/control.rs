@@ -11,7 +11,7 @@ use crate::ids::{Epoch, LayerRange, Node, Position, SessionId, TokenId, View, Wi
 use crate::proto::liveness::RoundTrip;
 
 /// Version of everything in [`crate::proto`]; peers of other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 4;
+pub const PROTOCOL_VERSION: u16 = 5;
 
 /// First message on every connection, from both sides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,8 +87,10 @@ pub struct Join {
 /// Extra results a session asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Want {
-    /// Log-probabilities, with this many top tokens.
+    /// Log-probabilities of the tokens that are fed, with this many top tokens of every answer.
     pub scores: Option<u32>,
+    /// Log-probabilities of the tokens that are answered, with this many top tokens; not with `scores`.
+    pub logprobs: Option<u32>,
 }
 
 /// Opens a session on a stage.

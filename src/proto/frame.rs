@@ -71,6 +71,8 @@ pub struct Answer {
 pub struct Scores {
     /// Of the token fed *at* this position given what precedes it; `None` at position 0.
     pub fed: Option<f32>,
+    /// Of the answered token; only where `open.want` asked for it.
+    pub picked: Option<f32>,
     /// The most likely next tokens, descending (ties: lowest id first).
     pub top: Vec<(TokenId, f32)>,
 }

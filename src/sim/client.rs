@@ -206,7 +206,7 @@ impl SimClient {
         while let State::Reads { job, .. } = &mut self.state {
             let session = job.session;
             match job.events.try_recv() {
-                Ok(Event::Token { index, token }) => {
+                Ok(Event::Token { index, token, .. }) => {
                     self.told(session, index as usize, token, disk)?;
                     said = Some(format!("is told token {index}"));
                 }

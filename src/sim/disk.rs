@@ -96,7 +96,7 @@ impl Store {
         for entry in entries {
             match entry {
                 Entry::View(view) => self.view = self.view.max(view),
-                Entry::Tokens { session, first, ids } => self.learn_tokens(session, first as usize, &ids),
+                Entry::Tokens { session, first, ids, .. } => self.learn_tokens(session, first as usize, &ids),
                 Entry::Opened(_) | Entry::Ended { .. } => {}
             }
         }

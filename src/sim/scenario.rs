@@ -264,9 +264,9 @@ fn visit(draw: &mut Draw, calm: Duration) -> Visit {
         1 => None,
         _ => Some(Mode::Pipelined),
     };
-    let sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 };
+    let sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
     let ignore_eos = draw.chance(60);
-    let request = Request { prompt, max_new, sampling, mode, encoding: None, score: None, ignore_eos };
+    let request = Request { prompt, max_new, sampling, mode, encoding: None, score: None, logprobs: None, ignore_eos };
     let before = u64::try_from(calm.as_micros()).unwrap_or(u64::MAX) / 2;
     let leaves_at = draw.chance(20).then(|| draw.index(max_new as usize));
     Visit { at: draw.micros(0, before), request, leaves_at }

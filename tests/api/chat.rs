@@ -1,7 +1,7 @@
 //! Chats with a model that has a plain template, against a scripted coordinator.
 
 use expect_test::expect;
-use ringfence::coordinator::job::{Event, Finish, SubmitError};
+use ringfence::coordinator::job::{Event, Finish, SubmitError, TokenScores};
 use ringfence::ids::TokenId;
 use serde_json::{Value, json};
 
@@ -189,4 +189,54 @@ async fn a_chat_that_is_not_possible_has_openais_error() {
         content-type: application/json
 
         {"error":{"message":"prompt of 16 tokens + max_tokens 3000 is more than the context of 2048: shorten one of them","type":"invalid_request_error","param":"max_tokens","code":"context_length_exceeded"}}"#]].assert_eq(&server.chat(&with(hi(), "max_tokens", json!(3000))).await);
+}
+
+/// A session whose tokens have log-probabilities.
+fn scored(text: &str) -> Vec<Event> {
+    let ids = text_ids(text);
+    let (count, other) = (ids.len(), text_ids("é")[0]);
+    let events = ids.into_iter().enumerate().map(|(at, token)| Event::Token {
+        index: u32::try_from(at).unwrap(),
+        token,
+        scores: Some(TokenScores { logprob: -0.25, top: vec![(token, -0.25), (other, -1.5)] }),
+    });
+    events.chain([done(Finish::Stop, count)]).collect()
+}
+
+#[tokio::test]
+async fn log_probabilities_of_a_chat() {
+    let server = Server::start(Script::saying(scored(" M"))).await;
+    let body = with(with(hi(), "logprobs", json!(true)), "top_logprobs", json!(2));
+    expect![[r#"{"index":0,"message":{"role":"assistant","content":" M","refusal":null},"logprobs":{"content":[{"token":" M","logprob":-0.25,"bytes":[32,77],"top_logprobs":[{"token":" M","logprob":-0.25,"bytes":[32,77]},{"token":"�","logprob":-1.5,"bytes":[195]}]}],"refusal":null},"finish_reason":"stop"}"#]].assert_eq(&json_body(&server.chat(&body).await)["choices"][0].to_string());
+    let chunks = events(&server.chat(&with(body, "stream", json!(true))).await);
+    expect![[r#"{"index":0,"delta":{"role":"assistant","content":" M"},"logprobs":{"content":[{"token":" M","logprob":-0.25,"bytes":[32,77],"top_logprobs":[{"token":" M","logprob":-0.25,"bytes":[32,77]},{"token":"�","logprob":-1.5,"bytes":[195]}]}],"refusal":null},"finish_reason":null}"#]].assert_eq(&chunks[0]["choices"][0].to_string());
+    assert_eq!(chunks[1]["choices"][0]["logprobs"], Value::Null, "the end is no token");
+    let request = server.script.requests().remove(0);
+    assert_eq!((request.logprobs, request.score), (Some(2), None));
+}
+
+#[tokio::test]
+async fn log_probabilities_of_a_completion() {
+    let server = Server::start(Script::saying(scored("é M"))).await;
+    let body = json!({"prompt": "And", "seed": 7, "logprobs": 2});
+    expect![[r#"{"index":0,"text":"é M","logprobs":{"tokens":["�","�"," M"],"token_logprobs":[-0.25,-0.25,-0.25],"top_logprobs":[{"�":-0.25},{"�":-0.25},{" M":-0.25,"�":-1.5}],"text_offset":[0,1,1]},"finish_reason":"stop"}"#]].assert_eq(&json_body(&server.post(&body).await)["choices"][0].to_string());
+    let streamed = events(&server.post(&with(body.clone(), "stream", json!(true))).await);
+    let whole = &json_body(&server.post(&body).await)["choices"][0]["logprobs"];
+    for (at, chunk) in streamed.iter().take(whole["tokens"].as_array().unwrap().len()).enumerate() {
+        for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+            assert_eq!(chunk["choices"][0]["logprobs"][list], json!([whole[list][at]]), "{chunk}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn log_probabilities_are_read_on_too_and_none_may_be_missing() {
+    let server = Server::start(Script::saying(scored(" unto Moses"))).await;
+    let body = json!({"prompt": "And", "seed": 7, "logprobs": 2, "stream": true});
+    let whole = server.post(&body).await;
+    server.script.set_said(2);
+    assert_eq!(server.get_as("/v1/streams/cmpl-1", "").await, whole);
+    let lacking = Server::start(Script::saying(says(" unto", Finish::Stop))).await;
+    let answer = lacking.post(&with(body, "stream", json!(false))).await;
+    assert!(answer.starts_with("HTTP/1.1 500") && answer.contains("token 0 has no log-probability"), "{answer}");
 }

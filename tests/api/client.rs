@@ -108,7 +108,8 @@ async fn a_stream_that_ends_early_is_no_success() {
 }
 
 fn scored(pos: u32, fed: Option<f32>) -> Event {
-    let scores = Scores { fed, top: (0..5).map(|id| (TokenId(300 + id), -0.1 - 0.7 * id as f32)).collect() };
+    let scores =
+        Scores { fed, picked: None, top: (0..5).map(|id| (TokenId(300 + id), -0.1 - 0.7 * id as f32)).collect() };
     Event::Scored { pos, answer: Answer { token: TokenId(9), scores: Some(scores) } }
 }
 

@@ -160,9 +160,11 @@ impl Serve for Script {
             let said = *self.said.lock().unwrap();
             let token = |event: &Event| if let Event::Token { token, .. } = event { Some(*token) } else { None };
             let tokens: Vec<TokenId> = events.iter().take(said).filter_map(token).collect();
+            let scores = |event: &Event| if let Event::Token { scores, .. } = event { scores.clone() } else { None };
+            let scores = events.iter().take(said).filter_map(scores).collect();
             events.into_iter().skip(said).for_each(|event| side.send(event).unwrap());
             let ended = self.says.as_ref().unwrap().len() == said + 1;
-            Attached { job, request, form, tokens, ended }
+            Attached { job, request, form, tokens, scores, ended }
         });
         Box::pin(std::future::ready(attached.ok_or(AttachError::Unknown)))
     }
@@ -409,7 +411,7 @@ pub(crate) fn text_ids(text: &str) -> Vec<TokenId> {
 }
 
 pub(crate) fn token(at: usize, token: TokenId) -> Event {
-    Event::Token { index: u32::try_from(at).unwrap(), token }
+    Event::Token { index: u32::try_from(at).unwrap(), token, scores: None }
 }
 
 pub(crate) fn done(reason: Finish, committed: usize) -> Event {

@@ -44,7 +44,13 @@ pub(crate) fn any_frame() -> impl Strategy<Value = Frame> {
 
 pub(crate) fn any_reply() -> impl Strategy<Value = Reply> {
     let top = prop::collection::vec((token(), finite()), 0..6);
-    let scores = prop::option::of((prop::option::of(finite()), top).prop_map(|(fed, top)| Scores { fed, top }));
+    let scores = prop::option::of(
+        (prop::option::of(finite()), prop::option::of(finite()), top).prop_map(|(fed, picked, top)| Scores {
+            fed,
+            picked,
+            top,
+        }),
+    );
     let answer = (token(), scores).prop_map(|(token, scores)| Answer { token, scores });
     let draft = prop::option::of(prop::collection::vec((token(), finite()), 0..16).prop_map(|pairs| {
         let (tokens, confidence) = pairs.into_iter().unzip();
@@ -123,9 +129,13 @@ fn any_join() -> impl Strategy<Value = Control> {
 }
 
 fn any_open() -> impl Strategy<Value = Control> {
-    let sampling = (0.0..100.0_f32, any::<u32>(), 0.001..1.0_f32, any::<u64>())
-        .prop_map(|(temperature, top_k, top_p, seed)| Sampling { temperature, top_k, top_p, seed });
-    let want = prop::option::of(0..=u32::from(TOP_TOKENS_MAX)).prop_map(|scores| Want { scores });
+    let sampling = (0.0..100.0_f32, any::<u32>(), 0.001..1.0_f32, 0.0..=1.0_f32, any::<u64>())
+        .prop_map(|(temperature, top_k, top_p, min_p, seed)| Sampling { temperature, top_k, top_p, min_p, seed });
+    let want = prop::option::of((0..=u32::from(TOP_TOKENS_MAX), any::<bool>())).prop_map(|want| match want {
+        None => Want::default(),
+        Some((top, true)) => Want { scores: Some(top), logprobs: None },
+        Some((top, false)) => Want { scores: None, logprobs: Some(top) },
+    });
     let numbers = (view(), any::<u64>(), 1..10_000_u32, 0..10_000_u32, 1..10_000_u32, 0..=DRAFT_TOKENS_MAX);
     let boundaries = prop::collection::btree_set(1..60_u16, 0..5).prop_map(|set| set.into_iter().collect::<Vec<u16>>());
     (numbers, boundaries, encoding(), sampling, want).prop_map(

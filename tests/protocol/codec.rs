@@ -114,9 +114,9 @@ proptest! {
     fn arbitrary_bytes_do_no_harm(bytes in prop::collection::vec(any::<u8>(), 0..200), lane in 0..4_u8) {
         let header: &[u8] = match lane {
             0 => &[],
-            1 => b"RFDT\x04\x00\x01\x00",
-            2 => b"RFDT\x04\x00\x02\x00",
-            _ => b"RFCT\x04\x00",
+            1 => b"RFDT\x05\x00\x01\x00",
+            2 => b"RFDT\x05\x00\x02\x00",
+            _ => b"RFCT\x05\x00",
         };
         decodes_canonically_or_not_at_all([header, &bytes].concat());
     }
@@ -140,14 +140,14 @@ pub(crate) fn small_frame() -> (FrameHead, Vec<TokenId>) {
 fn the_layouts_are_the_documented_ones() {
     let (head, ids) = small_frame();
     let bytes = encode_frame(&head, &ids, &[0xee, 0xff]).unwrap();
-    let mut expected = b"RFDT\x04\x00\x01\x00\x08\x07\x06\x05\0\0\0\0\x09\0\0\0\0\0\0\0".to_vec();
+    let mut expected = b"RFDT\x05\x00\x01\x00\x08\x07\x06\x05\0\0\0\0\x09\0\0\0\0\0\0\0".to_vec();
     for number in [10_u32, 11, 12, 13, 14, 2, 2, 15, 0xaabb] {
         expected.extend(number.to_le_bytes());
     }
     expected.extend([0xee, 0xff]);
     assert_eq!(bytes, expected);
 
-    let scores = Some(Scores { fed: Some(-1.0), top: vec![(TokenId(4), -0.5)] });
+    let scores = Some(Scores { fed: Some(-1.0), picked: Some(-3.0), top: vec![(TokenId(4), -0.5)] });
     let reply = Reply {
         view: View(1),
         session: SessionId(2),
@@ -157,12 +157,13 @@ fn the_layouts_are_the_documented_ones() {
         answers: vec![Answer { token: TokenId(5), scores: None }, Answer { token: TokenId(6), scores }],
         draft: Some(DraftBlock { tokens: vec![TokenId(7)], confidence: vec![2.0] }),
     };
-    let mut expected = b"RFDT\x04\x00\x02\x00\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
+    let mut expected = b"RFDT\x05\x00\x02\x00\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
     for number in [3_u32, 4, 2, 2, 1, 5, 0, 6] {
         expected.extend(number.to_le_bytes());
     }
-    expected.extend([3, 0, 1, 0]);
+    expected.extend([7, 0, 1, 0]);
     expected.extend((-1.0_f32).to_le_bytes());
+    expected.extend((-3.0_f32).to_le_bytes());
     expected.extend(4_u32.to_le_bytes());
     expected.extend((-0.5_f32).to_le_bytes());
     expected.extend(7_u32.to_le_bytes());
@@ -232,10 +233,10 @@ fn another_version_is_readable_whatever_follows_it() {
     for rest in [&[][..], &[0xff; 40][..]] {
         let error = decode_control(&[&bytes, rest].concat()).unwrap_err();
         assert_eq!(error, DecodeError::Version { ours: PROTOCOL_VERSION, theirs });
-        assert_eq!(error.to_string(), "peer speaks protocol 5, this program speaks 4: this program must be upgraded");
+        assert_eq!(error.to_string(), "peer speaks protocol 6, this program speaks 5: this program must be upgraded");
     }
     let old = decode_control(b"RFCT\0\0").unwrap_err();
-    assert_eq!(old.to_string(), "peer speaks protocol 0, this program speaks 4: the peer must be upgraded");
+    assert_eq!(old.to_string(), "peer speaks protocol 0, this program speaks 5: the peer must be upgraded");
     assert!(matches!(decode_control(b"GET / HTTP/1.1"), Err(DecodeError::Magic { .. })));
     assert!(matches!(decode_control(b"RFC"), Err(DecodeError::Short { .. })));
 }
@@ -249,9 +250,9 @@ pub(crate) fn open() -> Open {
         reach: 6,
         boundaries: vec![2, 4],
         encoding: WireEncoding::Fp8,
-        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 },
+        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
         draft_block: 5,
-        want: Want { scores: Some(5) },
+        want: Want { scores: Some(5), logprobs: None },
         resumes: false,
     }
 }
@@ -273,13 +274,20 @@ fn fields_out_of_range_are_refused_on_both_sides() {
         (with(|open| open.prompt_len = 0), "open.prompt_len is 0, expected at least 1"),
         (with(|open| open.draft_block = 65), "open.draft_block: 65, the limit is 64"),
         (with(|open| open.want.scores = Some(65)), "open.want.scores: 65, the limit is 64"),
+        (with(|open| open.sampling.min_p = -0.1), "sampling.min_p is -0.1, expected 0 to 1"),
+        (with(|open| open.sampling.min_p = f32::NAN), "sampling.min_p is NaN, expected 0 to 1"),
+        (with(|open| open.want = Want { scores: None, logprobs: Some(65) }), "open.want.logprobs: 65, the limit is 64"),
+        (
+            with(|open| open.want.logprobs = Some(5)),
+            "open.want is Want { scores: Some(5), logprobs: Some(5) }, expected scores or logprobs",
+        ),
         (with(|open| open.boundaries = (0..2000).collect()), "open.boundaries: 2000, the limit is 1024"),
     ];
     for (open, message) in cases {
         let control = Control::Open(open);
         let error = encode_control(&control).unwrap_err().to_string();
         assert_eq!(error, format!("control message cannot be written: {message}"));
-        let mut bytes = b"RFCT\x04\x00".to_vec();
+        let mut bytes = b"RFCT\x05\x00".to_vec();
         bytes.extend(postcard::to_stdvec(&control).unwrap());
         assert_eq!(decode_control(&bytes).unwrap_err().to_string(), message);
     }

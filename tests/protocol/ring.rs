@@ -306,7 +306,7 @@ impl Ring {
         assert_eq!(fed.may_draft(), is_true, "a position is true iff its history is, at {}", head.pos);
         let last = Position(head.pos.0 + head.len - 1);
         let draft = (is_true && !answers.is_empty() && self.case.block > 0).then(|| self.draft(last));
-        let scores = self.case.score.then(|| Scores { fed: None, top: vec![(TokenId(1), -0.5)] });
+        let scores = self.case.score.then(|| Scores { fed: None, picked: None, top: vec![(TokenId(1), -0.5)] });
         let answers = answers.into_iter().map(|token| Answer { token, scores: scores.clone() }).collect();
         Reply {
             view: head.view,
@@ -357,7 +357,7 @@ impl Ring {
                         stage.cancels.push_back(below);
                     }
                 }
-                RoundOutput::Commit { index, position, token } => {
+                RoundOutput::Commit { index, position, token, .. } => {
                     assert_eq!(index as usize, self.committed.len(), "commits are contiguous");
                     assert_eq!(position.0 as usize, self.case.prompt.len() + self.committed.len());
                     assert_eq!(token, self.truth[position.0 as usize - 1], "commit {index} is the model's token");

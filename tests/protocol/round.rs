@@ -88,7 +88,7 @@ fn brief(output: &RoundOutput) -> String {
             )
         }
         RoundOutput::Cancel { below } => format!("cancel below {below}"),
-        RoundOutput::Commit { index, position, token } => format!("commit {index} at {position}: {token}"),
+        RoundOutput::Commit { index, position, token, .. } => format!("commit {index} at {position}: {token}"),
         RoundOutput::Scored { position, answer } => format!("scored {position}: {}", answer.token),
         RoundOutput::Finished(finish) => format!("finished {finish:?}"),
         RoundOutput::Overdue { pos, len, waited } => {

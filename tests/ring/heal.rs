@@ -31,7 +31,7 @@ pub(crate) async fn read(job: &mut Job, count: usize) -> Vec<TokenId> {
     let mut tokens = Vec::new();
     while tokens.len() < count {
         match job.events.recv().await {
-            Some(Event::Token { index, token }) => {
+            Some(Event::Token { index, token, .. }) => {
                 assert_eq!(index as usize, tokens.len());
                 tokens.push(token);
             }
@@ -45,7 +45,7 @@ pub(crate) async fn read(job: &mut Job, count: usize) -> Vec<TokenId> {
 pub(crate) async fn rest(mut job: Job, mut tokens: Vec<TokenId>) -> (Vec<TokenId>, u32) {
     loop {
         match job.events.recv().await {
-            Some(Event::Token { index, token }) => {
+            Some(Event::Token { index, token, .. }) => {
                 assert_eq!(index as usize, tokens.len(), "nothing is repeated and nothing is missed");
                 tokens.push(token);
             }

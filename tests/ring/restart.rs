@@ -37,7 +37,7 @@ pub(crate) async fn read(job: &mut Job, from: usize, count: usize) -> (Vec<Token
     let mut tokens = Vec::new();
     while tokens.len() < count {
         match tokio::time::timeout(PATIENCE, job.events.recv()).await.expect("an event comes") {
-            Some(Event::Token { index, token }) => {
+            Some(Event::Token { index, token, .. }) => {
                 assert_eq!(index as usize, from + tokens.len(), "nothing is missed or repeated");
                 tokens.push(token);
             }

@@ -330,7 +330,7 @@ pub(crate) async fn collect(mut job: Job) -> Run {
         while let Some(event) = job.events.recv().await {
             assert!(run.end.is_none(), "nothing follows the last event");
             match event {
-                Event::Token { index, token } => {
+                Event::Token { index, token, .. } => {
                     assert_eq!(index as usize, run.tokens.len(), "commits are contiguous");
                     run.tokens.push(token);
                 }
@@ -346,11 +346,11 @@ pub(crate) async fn collect(mut job: Job) -> Run {
 }
 
 pub(crate) fn greedy() -> Sampling {
-    Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 }
+    Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
 }
 
 pub(crate) fn warm(seed: u64) -> Sampling {
-    Sampling { temperature: 0.8, top_k: 0, top_p: 0.95, seed }
+    Sampling { temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0.0, seed }
 }
 
 pub(crate) fn request(prompt: &[u32], max_new: u32, mode: Mode) -> Request {
@@ -361,6 +361,7 @@ pub(crate) fn request(prompt: &[u32], max_new: u32, mode: Mode) -> Request {
         mode: Some(mode),
         encoding: None,
         score: None,
+        logprobs: None,
         ignore_eos: true,
     }
 }

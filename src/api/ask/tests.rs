@@ -38,8 +38,8 @@ fn message(body: &Value) -> String {
 fn defaults_are_those_of_openai() {
     let ask = read_value(&json!({"prompt": "And the LORD", "model": "whatever", "unknown": [1, {}]})).unwrap();
     assert_eq!(ask.request.max_new, 16);
-    let Sampling { temperature, top_k, top_p, seed } = ask.request.sampling;
-    assert_eq!((temperature, top_k, top_p), (1.0, 0, 1.0));
+    let Sampling { temperature, top_k, top_p, min_p, seed } = ask.request.sampling;
+    assert_eq!((temperature, top_k, top_p, min_p), (1.0, 0, 1.0, 0.0));
     assert!(seed < 1 << SEED_BITS);
     assert_eq!((ask.request.mode, ask.request.encoding, ask.request.score), (None, None, None));
     assert!(!(ask.stream || ask.include_usage || ask.token_ids || ask.request.ignore_eos));
@@ -58,11 +58,11 @@ fn a_prompt_is_text_or_ids_alone_or_as_the_only_one() {
 #[test]
 fn every_field_arrives() {
     let ask = read_value(&json!({
-        "prompt": [0, 2047], "max_tokens": 0, "score": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": -1,
+        "prompt": [0, 2047], "max_tokens": 0, "score": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.5, "seed": -1,
         "stop": ["a", "b"], "mode": "plain", "wire": "bf16", "ignore_eos": true, "return_token_ids": true, "n": 1,
     }))
     .unwrap();
-    let sampling = Sampling { temperature: 0.5, top_k: 3, top_p: 0.25, seed: u64::MAX };
+    let sampling = Sampling { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.5, seed: u64::MAX };
     let request = Request {
         prompt: vec![TokenId(0), TokenId(2047)],
         max_new: 0,
@@ -70,6 +70,7 @@ fn every_field_arrives() {
         mode: Some(Mode::Plain),
         encoding: Some(WireEncoding::Bf16),
         score: Some(5),
+        logprobs: None,
         ignore_eos: true,
     };
     assert_eq!((ask.request, ask.score_top, ask.token_ids), (request, 5, true));
@@ -109,6 +110,16 @@ fn impossible_values_are_refused_by_name_and_range() {
             json!({"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}),
             "stop: expected a string or up to 4 strings, each of 1 to 256 bytes, got [\"a\",\"b\",\"c\",\"d\",\"e\"]",
         ),
+    ];
+    for (body, expected) in table {
+        assert_eq!(message(&body), expected, "{body}");
+    }
+    assert!(message(&json!({"prompt": "a", "stop": long})).len() < 200, "an error repeats the value shortened");
+}
+
+#[test]
+fn what_is_not_possible_together_or_not_at_all_is_refused_by_name() {
+    let table = [
         (json!({"prompt": "a", "mode": "fast"}), "mode: expected \"pipelined\" or \"plain\", got \"fast\""),
         (json!({"prompt": "a", "wire": "fp16"}), "wire: expected \"fp8\" or \"bf16\", got \"fp16\""),
         (json!({"prompt": "a", "stream": 1}), "stream: expected true or false, got 1"),
@@ -124,6 +135,13 @@ fn impossible_values_are_refused_by_name_and_range() {
         (
             json!({"prompt": "a", "score": 1, "stream": true}),
             "score: not supported by this server: scores come whole, without `stream`",
+        ),
+        (json!({"prompt": "a", "min_p": 1.5}), "min_p: expected a number from 0 to 1, got 1.5"),
+        (json!({"prompt": "a", "logprobs": 21}), "logprobs: expected an integer from 0 to 20, got 21"),
+        (json!({"prompt": "a", "logprobs": true}), "logprobs: expected an integer from 0 to 20, got true"),
+        (
+            json!({"prompt": "a", "logprobs": 1, "score": 1}),
+            "logprobs: not supported by this server: scores of the prompt come without them",
         ),
         (json!({"prompt": "a", "n": 17}), "n: expected an integer from 1 to 16, got 17"),
         (json!({"prompt": "a", "n": 2, "score": 1}), "n: not supported by this server: a prompt has one score"),
@@ -141,7 +159,6 @@ fn impossible_values_are_refused_by_name_and_range() {
     for (body, expected) in table {
         assert_eq!(message(&body), expected, "{body}");
     }
-    assert!(message(&json!({"prompt": "a", "stop": long})).len() < 200, "an error repeats the value shortened");
     assert!(read_value(&json!({"prompt": [1, 2], "max_tokens": 2046})).is_ok());
 }
 
@@ -160,6 +177,11 @@ fn a_chat_may_say_as_much_as_the_context_has_room_for() {
         assert_eq!(chat_value(&hi(&json!({field: 7}))).unwrap().request.max_new, 7);
     }
     assert_eq!(chat_value(&hi(&json!({"max_tokens": 7, "max_completion_tokens": 7}))).unwrap().request.max_new, 7);
+    let logprobs = |more: Value| chat_value(&hi(&more)).unwrap().request.logprobs;
+    assert_eq!(logprobs(json!({"logprobs": true})), Some(0));
+    assert_eq!(logprobs(json!({"logprobs": true, "top_logprobs": 20})), Some(20));
+    let completion = read_value(&json!({"prompt": "a", "logprobs": 3})).unwrap();
+    assert_eq!((completion.request.logprobs, completion.request.score), (Some(3), None));
     let plain = chat_value(&hi(&json!({
         "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "reasoning_effort": "none", "n": 3,
         "logprobs": false, "store": true, "metadata": {"a": "b"}, "user": "x", "modalities": ["text"],
@@ -229,6 +251,9 @@ fn impossible_chats_are_refused_by_name() {
             hi(&json!({"max_completion_tokens": 2048})),
             "prompt of 6 tokens + max_tokens 2048 is more than the context of 2048: shorten one of them",
         ),
+        (hi(&json!({"top_logprobs": 3})), "logprobs: expected true with top_logprobs, got null"),
+        (hi(&json!({"logprobs": true, "top_logprobs": 21})), "top_logprobs: expected an integer from 0 to 20, got 21"),
+        (hi(&json!({"logprobs": 3})), "logprobs: expected true or false, got 3"),
         (hi(&json!({"n": 0})), "n: expected an integer from 1 to 16, got 0"),
     ];
     for (body, expected) in table {
@@ -287,6 +312,9 @@ fn any_body() -> impl Strategy<Value = Value> {
         "prompt_logprobs",
         "n",
         "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "min_p",
         "echo",
         "messages",
         "tools",

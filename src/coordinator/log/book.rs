@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::coordinator::job::TokenScores;
 use crate::coordinator::log::record::{Ended, Entry, Opened};
 use crate::ids::{SessionId, TokenId, VIEW_MAX, View};
 
@@ -10,6 +11,8 @@ use crate::ids::{SessionId, TokenId, VIEW_MAX, View};
 pub(crate) struct Logged {
     pub(crate) opened: Opened,
     pub(crate) tokens: Vec<TokenId>,
+    /// One for each of them where the request asks for log-probabilities, else none.
+    pub(crate) scores: Vec<TokenScores>,
     /// `None`: it goes on.
     pub(crate) ended: Option<Ended>,
 }
@@ -29,6 +32,9 @@ pub(crate) enum BookError {
     /// Two tokens at one place.
     #[error("session {session} has token {told} at {at}, and {got} came: two coordinators computed differently")]
     Disagree { session: SessionId, at: usize, told: TokenId, got: TokenId },
+    /// Log-probabilities that are missing, or were not asked for.
+    #[error("session {session} has {got} log-probabilities for {tokens} tokens, {expected} were expected")]
+    Scores { session: SessionId, got: usize, tokens: usize, expected: usize },
     /// More tokens than were asked for.
     #[error("session {session} has {got} tokens, {most} were asked for")]
     TooMany { session: SessionId, got: usize, most: u32 },
@@ -76,12 +82,12 @@ impl Book {
                     Some(logged) if logged.opened == *opened => logged.ended = None,
                     Some(_) | None => {
                         let session = opened.session;
-                        let logged = Logged { opened: *opened, tokens: Vec::new(), ended: None };
+                        let logged = Logged { opened: *opened, tokens: Vec::new(), scores: Vec::new(), ended: None };
                         self.sessions.insert(session, logged);
                     }
                 }
             }
-            Entry::Tokens { session, first, ids } => self.take_tokens(session, first, &ids)?,
+            Entry::Tokens { session, first, ids, scores } => self.take_tokens(session, first, (&ids, &scores))?,
             Entry::Ended { session, how } => self.known(session)?.ended = Some(how),
         }
         Ok(())
@@ -92,8 +98,17 @@ impl Book {
         known.ok_or(BookError::Unopened { session })
     }
 
-    fn take_tokens(&mut self, session: SessionId, first: u32, ids: &[TokenId]) -> Result<(), BookError> {
+    fn take_tokens(
+        &mut self,
+        session: SessionId,
+        first: u32,
+        (ids, scores): (&[TokenId], &[TokenScores]),
+    ) -> Result<(), BookError> {
         let logged = self.known(session)?;
+        let expected = if logged.opened.request.logprobs.is_some() { ids.len() } else { 0 };
+        if scores.len() != expected {
+            return Err(BookError::Scores { session, got: scores.len(), tokens: ids.len(), expected });
+        }
         let (at, known) = (first as usize, logged.tokens.len());
         if at > known {
             return Err(BookError::Gap { session, first, known });
@@ -104,6 +119,7 @@ impl Book {
             }
         }
         logged.tokens.extend_from_slice(ids.get(known - at..).unwrap_or_default());
+        logged.scores.extend_from_slice(scores.get(known - at..).unwrap_or_default());
         let (got, most) = (logged.tokens.len(), logged.opened.request.max_new);
         if got > most as usize {
             return Err(BookError::TooMany { session, got, most });
@@ -127,7 +143,7 @@ pub(crate) fn carried(logged: &Logged) -> Vec<Entry> {
     let session = logged.opened.session;
     let mut entries = vec![Entry::Opened(Box::new(logged.opened.clone()))];
     if !logged.tokens.is_empty() {
-        entries.push(Entry::Tokens { session, first: 0, ids: logged.tokens.clone() });
+        entries.push(Entry::Tokens { session, first: 0, ids: logged.tokens.clone(), scores: logged.scores.clone() });
     }
     entries.extend(logged.ended.map(|how| Entry::Ended { session, how }));
     entries

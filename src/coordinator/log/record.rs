@@ -7,12 +7,12 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::coordinator::job::{Client, Finish, Request};
+use crate::coordinator::job::{Client, Finish, Request, TokenScores};
 use crate::coordinator::session::Arithmetic;
 use crate::ids::{SessionId, TokenId, View};
 
 /// Version of the format.
-pub(crate) const LOG_VERSION: u16 = 2;
+pub(crate) const LOG_VERSION: u16 = 3;
 
 /// First bytes of every record.
 const MAGIC: [u8; 4] = *b"RFLR";
@@ -70,6 +70,8 @@ pub(crate) enum Entry {
         /// Place of the first one among the session's new tokens.
         first: u32,
         ids: Vec<TokenId>,
+        /// One for each of them where the request asks for log-probabilities, else none.
+        scores: Vec<TokenScores>,
     },
     /// A session is over.
     Ended { session: SessionId, how: Ended },

@@ -32,10 +32,11 @@ fn opened(session: u64) -> Opened {
         request: Request {
             prompt: vec![TokenId(3), TokenId(300)],
             max_new: MOST,
-            sampling: Sampling { temperature: 0.8, top_k: 0, top_p: 0.95, seed: 9 },
+            sampling: Sampling { temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0.0, seed: 9 },
             mode: None,
             encoding: None,
             score: None,
+            logprobs: None,
             ignore_eos: true,
         },
         arithmetic: Arithmetic { boundaries: vec![2, 4], encoding: WireEncoding::Fp8 },
@@ -50,7 +51,7 @@ fn truth(session: u64, at: usize) -> TokenId {
 
 fn tokens(session: u64, from: usize, count: usize) -> Entry {
     let ids = (from..from + count).map(|at| truth(session, at)).collect();
-    Entry::Tokens { session: SessionId(session), first: u32::try_from(from).unwrap(), ids }
+    Entry::Tokens { session: SessionId(session), first: u32::try_from(from).unwrap(), ids, scores: Vec::new() }
 }
 
 /// Batches as a coordinator writes them: per step a session and its next tokens; 0 tokens end it.
@@ -210,7 +211,7 @@ fn contradictions_are_named() {
     let error = book.take(tokens(1, 2, 1)).unwrap_err().to_string();
     assert_eq!(error, "tokens of session 1 from 2 on, only 0 are known in front of this record");
     book.take(tokens(1, 0, 2)).unwrap();
-    let wrong = Entry::Tokens { session: SessionId(1), first: 1, ids: vec![TokenId(1_999)] };
+    let wrong = Entry::Tokens { session: SessionId(1), first: 1, ids: vec![TokenId(1_999)], scores: Vec::new() };
     let error = book.take(wrong).unwrap_err().to_string();
     assert!(error.contains("session 1 has token 38 at 1, and 1999 came"), "{error}");
     assert!(book.take(tokens(1, 2, MOST as usize)).unwrap_err().to_string().contains("502 tokens, 500"));

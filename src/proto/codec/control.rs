@@ -183,6 +183,9 @@ fn check_open(open: &Open) -> Result<(), DecodeError> {
     in_range("open.boundaries", format_args!("{:?}", open.boundaries), ascending, "ascending layers")?;
     at_most("open.draft_block", u64::from(open.draft_block), u64::from(DRAFT_TOKENS_MAX))?;
     at_most("open.want.scores", u64::from(open.want.scores.unwrap_or(0)), u64::from(TOP_TOKENS_MAX))?;
+    at_most("open.want.logprobs", u64::from(open.want.logprobs.unwrap_or(0)), u64::from(TOP_TOKENS_MAX))?;
+    let one = open.want.scores.is_none() || open.want.logprobs.is_none();
+    in_range("open.want", format_args!("{:?}", open.want), one, "scores or logprobs")?;
     check_sampling(&open.sampling)
 }
 
@@ -197,7 +200,9 @@ fn check_sampling(sampling: &Sampling) -> Result<(), DecodeError> {
     let heat = sampling.temperature;
     in_range("sampling.temperature", heat, (0.0..=TEMPERATURE_MAX).contains(&heat), "0 to 100")?;
     let mass = sampling.top_p;
-    in_range("sampling.top_p", mass, mass > 0.0 && mass <= 1.0, "above 0, at most 1")
+    in_range("sampling.top_p", mass, mass > 0.0 && mass <= 1.0, "above 0, at most 1")?;
+    let least = sampling.min_p;
+    in_range("sampling.min_p", least, (0.0..=1.0).contains(&least), "0 to 1")
 }
 
 fn check_report(report: &StageReport) -> Result<(), DecodeError> {

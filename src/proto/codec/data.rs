@@ -31,6 +31,7 @@ const NO_DRAFT: u32 = u32::MAX;
 /// Bits of an answer's flags.
 const FLAG_SCORES: u8 = 1;
 const FLAG_FED: u8 = 2;
+const FLAG_PICKED: u8 = 4;
 
 /// Fewest bytes of an answer: token, flags, zero, number of top tokens.
 const ANSWER_BYTES_MIN: usize = 8;
@@ -205,7 +206,7 @@ fn reply_bytes(reply: &Reply) -> usize {
         .iter()
         .map(|answer| match &answer.scores {
             None => ANSWER_BYTES_MIN,
-            Some(scores) => ANSWER_BYTES_MIN + 4 + TOP_BYTES * scores.top.len(),
+            Some(scores) => ANSWER_BYTES_MIN + 8 + TOP_BYTES * scores.top.len(),
         })
         .sum();
     REPLY_HEADER_BYTES + answers + reply.draft.as_ref().map_or(0, |block| 8 * block.tokens.len())
@@ -232,12 +233,16 @@ fn write_answer(out: &mut Vec<u8>, answer: &Answer) -> Result<(), EncodeError> {
         out.extend_from_slice(&[0; 4]);
         return Ok(());
     };
-    let flags = FLAG_SCORES | if scores.fed.is_some() { FLAG_FED } else { 0 };
+    let flag = |value: Option<f32>, flag: u8| if value.is_some() { flag } else { 0 };
+    let flags = FLAG_SCORES | flag(scores.fed, FLAG_FED) | flag(scores.picked, FLAG_PICKED);
     let top = list_len("top tokens", scores.top.len(), u32::from(TOP_TOKENS_MAX))? as u16;
     out.extend_from_slice(&[flags, 0]);
     out.extend_from_slice(&top.to_le_bytes());
     if let Some(fed) = scores.fed {
         write_f32(out, "log-probability of the fed token", fed)?;
+    }
+    if let Some(picked) = scores.picked {
+        write_f32(out, "log-probability of the answered token", picked)?;
     }
     for &(token, logprob) in &scores.top {
         out.extend_from_slice(&token.0.to_le_bytes());
@@ -329,17 +334,18 @@ fn decode_answer(from: &mut Reader<'_>) -> Result<Answer, DecodeError> {
     let top = u32::from(from.u16("number of top tokens")?);
     match flags {
         0 if top == 0 => return Ok(Answer { token, scores: None }),
-        FLAG_SCORES => {}
-        _ if flags == FLAG_SCORES | FLAG_FED => {}
+        _ if flags & FLAG_SCORES != 0 && flags & !(FLAG_SCORES | FLAG_FED | FLAG_PICKED) == 0 => {}
         _ => return Err(DecodeError::Reserved { what: "answer flags", got: u32::from(flags) }),
     }
-    let fed = if flags & FLAG_FED == 0 { None } else { Some(from.f32("log-probability of the fed token")?) };
+    let mut number = |flag: u8, what: &'static str| (flags & flag != 0).then(|| from.f32(what)).transpose();
+    let fed = number(FLAG_FED, "log-probability of the fed token")?;
+    let picked = number(FLAG_PICKED, "log-probability of the answered token")?;
     let count = from.room("top tokens", top, TOP_BYTES, u32::from(TOP_TOKENS_MAX))?;
     let mut list = Vec::with_capacity(count);
     for _ in 0..count {
         list.push((TokenId(from.u32("top token")?), from.f32("log-probability of a top token")?));
     }
-    Ok(Answer { token, scores: Some(Scores { fed, top: list }) })
+    Ok(Answer { token, scores: Some(Scores { fed, picked, top: list }) })
 }
 
 fn decode_draft(from: &mut Reader<'_>, drafts: u32) -> Result<DraftBlock, DecodeError> {

@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use super::{Divergence, Finish, Flight, Phase, Round, RoundOutput, Slot};
-use crate::ids::{Position, TokenId};
+use crate::ids::Position;
 use crate::proto::accept::{Verdict, judge};
-use crate::proto::frame::Reply;
+use crate::proto::frame::{Answer, Reply};
 
 impl Round {
     /// Takes in a reply. One that is early is held and judged in its turn; one of an older view or
@@ -80,7 +80,7 @@ impl Round {
 
     fn judge_chunk(&mut self, mut reply: Reply) {
         self.settled = reply.pos.plus(reply.len);
-        let last = reply.answers.last().map(|answer| answer.token);
+        let last = reply.answers.last().cloned();
         if self.config.score {
             for (position, answer) in (reply.pos.0..).map(Position).zip(reply.answers.drain(..)) {
                 self.outputs.push_back(RoundOutput::Scored { position, answer });
@@ -94,9 +94,10 @@ impl Round {
             return;
         }
         // The prompt's last position is always asked for, so `fits` has seen its answer.
-        let Some(token) = last else { return };
+        let Some(answer) = last else { return };
+        let token = answer.token;
         self.phase = Phase::Decode;
-        if self.commit(token) {
+        if self.commit(answer) {
             self.line.push_back(Slot { token, depth: 0 });
             self.extend(reply.draft.as_ref());
         }
@@ -115,7 +116,7 @@ impl Round {
         }
         self.stats.decoded += 1;
         self.stats.rejections += u32::from(verdict == Verdict::Rejected);
-        if !self.commit(token) {
+        if !self.commit(answer.clone()) {
             return;
         }
         match verdict {
@@ -137,13 +138,14 @@ impl Round {
 
     /// Makes the model's token final and moves the frontier to where it is fed; `false` if the
     /// session ended with it.
-    fn commit(&mut self, token: TokenId) -> bool {
+    fn commit(&mut self, answer: Answer) -> bool {
+        let Answer { token, scores } = answer;
         let index = self.committed;
         let position = Position(self.config.prompt_len() + index);
         self.committed += 1;
         self.stats.committed = self.committed;
         self.settled = position;
-        self.outputs.push_back(RoundOutput::Commit { index, position, token });
+        self.outputs.push_back(RoundOutput::Commit { index, position, token, scores });
         let finish = if self.config.is_end(token) {
             Finish::Eos
         } else if self.committed == self.config.max_new {

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 pub use config::{Deadlines, RoundConfig, RoundConfigError};
 pub use stats::RoundStats;
 
-use super::frame::{Answer, FrameHead, Reply};
+use super::frame::{Answer, FrameHead, Reply, Scores};
 use crate::ids::{Epoch, Position, SessionId, TokenId, View};
 
 /// What the shell is to do for a session, in this order.
@@ -45,6 +45,8 @@ pub enum RoundOutput {
         position: Position,
         /// The model's token.
         token: TokenId,
+        /// Its scores, where `open.want` asked for some.
+        scores: Option<Scores>,
     },
     /// A prompt position is scored; ascending.
     Scored {

@@ -18,6 +18,8 @@ pub struct Sampling {
     pub top_k: u32,
     /// Probability mass kept; 1 keeps all.
     pub top_p: f32,
+    /// Smallest probability kept, as a share of the largest; 0 keeps all.
+    pub min_p: f32,
     /// Key of the random numbers; the counter is the position.
     pub seed: u64,
 }
@@ -70,7 +72,8 @@ impl Sampler {
 
     /// Picks the token to feed at `position`: the largest logit where the temperature is 0, else by
     /// temperature, then the `top_k` most likely, then the smallest number of those with mass
-    /// `top_p`, then the inverse of the cumulative sum in ascending id.
+    /// `top_p`, then those at least `min_p` times as likely as the likeliest, then the inverse of the
+    /// cumulative sum in ascending id.
     ///
     /// # Panics
     /// If there are no logits.
@@ -82,9 +85,15 @@ impl Sampler {
         let temperature = sampling.temperature.max(TEMPERATURE_MIN);
         self.weights.clear();
         self.weights.extend(logits.iter().map(|l| l / temperature));
-        let max = self.weights[argmax(&self.weights)];
+        let best = argmax(&self.weights);
+        let max = self.weights[best];
         vector::exp_minus(self.isa, &mut self.weights, max);
         self.keep(sampling);
+        if sampling.min_p > 0.0 {
+            let least = sampling.min_p.min(1.0) * self.weights[best];
+            let weights = &self.weights;
+            self.ids.retain(|&id| weights[id as usize] >= least);
+        }
         let total: f64 = self.ids.iter().fold(0.0, |sum, &id| sum + f64::from(self.weights[id as usize]));
         let target = uniform(sampling.seed, position) * total;
         let mut sum = 0.0;
@@ -199,7 +208,7 @@ mod tests {
     use super::*;
 
     fn sampling(temperature: f32, top_k: u32, top_p: f32) -> Sampling {
-        Sampling { temperature, top_k, top_p, seed: 42 }
+        Sampling { temperature, top_k, top_p, min_p: 0.0, seed: 42 }
     }
 
     #[test]
@@ -263,6 +272,26 @@ mod tests {
         assert_eq!(kept(3, 0.85), [1, 2, 3]);
         assert_eq!(kept(0, 0.0), [1]);
         assert_eq!(kept(0, 0.999_999), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn min_p_cuts_below_a_share_of_the_likeliest_after_the_others() {
+        let logits = [1.0f32, 3.0, 3.0, 2.0, 0.0];
+        let mut sampler = Sampler::new();
+        let mut kept = |k: u32, p: f32, least: f32| {
+            sampler.pick(&logits, &Sampling { min_p: least, ..sampling(1.0, k, p) }, Position(0));
+            sampler.ids.clone()
+        };
+        // Shares of the likeliest: 0.135, 1, 1, 0.368, 0.050.
+        assert_eq!(kept(0, 1.0, 0.04), [0, 1, 2, 3, 4]);
+        assert_eq!(kept(0, 1.0, 0.1), [0, 1, 2, 3]);
+        assert_eq!(kept(0, 1.0, 0.3), [1, 2, 3]);
+        assert_eq!(kept(0, 1.0, 1.0), [1, 2]);
+        assert_eq!(kept(1, 1.0, 0.01), [1]);
+        assert_eq!(kept(0, 0.84, 0.01), [1, 2, 3]);
+        // Hotter, the shares are closer.
+        sampler.pick(&logits, &Sampling { min_p: 0.3, ..sampling(2.0, 0, 1.0) }, Position(0));
+        assert_eq!(sampler.ids, [0, 1, 2, 3]);
     }
 
     #[test]

@@ -197,7 +197,7 @@ mod tests {
         Request {
             prompt,
             max_new: 30,
-            sampling: Sampling { temperature, top_k: 0, top_p: 1.0, seed: 7 },
+            sampling: Sampling { temperature, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 7 },
             eos: &[],
             boundaries: vec![2, 4],
             encoding: WireEncoding::Fp8,

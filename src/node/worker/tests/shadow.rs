@@ -34,7 +34,7 @@ fn open() -> Open {
         reach: 8,
         boundaries: vec![3],
         encoding: WireEncoding::Fp8,
-        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 },
+        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
         draft_block: 0,
         want: Want::default(),
         resumes: false,
