@@ -72,6 +72,8 @@ pub(crate) fn run(bench: &Bench) -> Result<(), String> {
         one(bench, block, &made, &mut layers)?;
         println!("layers {}: {:.1} s in all\n", block.range, start.elapsed().as_secs_f64());
     }
+    // Printed before the rest, which takes as long again.
+    bars(&layers);
     let start = Instant::now();
     let torch = Torch::run();
     match &torch {
@@ -358,6 +360,9 @@ fn table(layers: &[Layer], torch: Option<&Torch>) {
         let ratio = graph.map_or_else(|| "-".to_owned(), |(theirs, _)| format!("{:.1}", theirs / us));
         println!("{kind:10} {m:9} {us:8.1} {limit:6.1}  {:18} {:18} {ratio}", cell(graph), cell(eager));
     }
+}
+
+fn bars(layers: &[Layer]) {
     for Layer { kind, us, limit, .. } in layers.iter().filter(|layer| layer.m == 1) {
         bar(&format!("a whole layer, {kind}, 1 position"), *us, 150.0, "µs");
         bar(&format!("a whole layer, {kind}, 1 position, the aim"), *us, 2.0 * limit, "µs");
