@@ -10,6 +10,7 @@ use crate::ids::{Epoch, Position, TokenId};
 use crate::node::counters::SessionCounters;
 use crate::node::journal::Recent;
 use crate::node::tail::Tail;
+use crate::node::worker::Kind;
 use crate::node::worker::shelf::Shelved;
 use crate::proto::control::{Open, Rebuild};
 use crate::proto::fence::{Arrival, Fence, FenceConfig, FenceError, Forward, HELD_FRAMES_MAX};
@@ -163,20 +164,27 @@ impl Session {
         self.fence.handle_timeout(now)
     }
 
-    /// The next frames to compute together, or nothing: one prompt chunk, or neighbouring decode
-    /// frames that have queued up.
-    pub(crate) fn poll_work(&mut self) -> Option<Work> {
+    /// What its next frame is, if there is one to compute.
+    pub(crate) fn waits(&mut self) -> Option<Kind> {
         if std::mem::take(&mut self.begins_anew) {
             self.fence = fence(&self.open, all_history(&self.open, self.fence.next()));
             self.taken = None;
         }
         let (head, body) = self.take()?;
+        let kind = if head.pos.0 >= self.open.prompt_len { Kind::Text } else { Kind::Prompt };
+        self.taken = Some((head, body));
+        Some(kind)
+    }
+
+    /// The next frames to compute together, or nothing: one prompt chunk, or neighbouring frames of the text
+    /// that have queued up, of `room` positions where more than one.
+    pub(crate) fn poll_work(&mut self, room: usize) -> Option<Work> {
+        let merges = self.waits()? == Kind::Text;
+        let (head, body) = self.take()?;
         let mut work = Work::default();
-        let decode = |head: &FrameHead| head.pos.0 >= self.open.prompt_len;
-        let merges = decode(&head);
         let (mut next, epoch) = (head.pos.plus(head.len), head.epoch);
         work.push(head, body);
-        while merges && work.ids.len() < MERGE_POSITIONS_MAX {
+        while merges && work.ids.len() < MERGE_POSITIONS_MAX.min(room) {
             let Some((head, body)) = self.take() else { break };
             if head.epoch != epoch || head.pos != next {
                 self.taken = Some((head, body));

@@ -2,20 +2,22 @@
 //!
 //! Whoever drives it hands inputs in (`Worker::handle_input`), tells the coordinator what
 //! `Worker::poll_tell` says after each of them, and while there is work (`Worker::poll_work`)
-//! computes one session's next frames, takes in what has come meanwhile (a cancel may be among it), asks
-//! the fence (`Worker::handle_computed`) and sends on what `Worker::poll_send` says. Sessions take
-//! turns. In production that is a thread ([`thread`]); the simulator drives the same machine.
+//! computes a pass over the next frames of some sessions, takes in what has come meanwhile (a cancel may be
+//! among it), asks the fence (`Worker::handle_computed`) and sends on what `Worker::poll_send` says. Whose
+//! frames go together says [`turns`]. In production that is a thread ([`thread`]); the simulator drives the
+//! same machine.
 
 mod ended;
 mod outbox;
 mod pass;
 mod resume;
+mod serve;
 mod shadow;
 pub(crate) mod shelf;
 pub mod thread;
+mod turns;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Bound;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -34,9 +36,11 @@ use crate::node::worker::pass::Desk;
 use crate::node::worker::resume::Waiting;
 use crate::node::worker::shadow::Shadowing;
 use crate::node::worker::shelf::Shelf;
+pub(crate) use crate::node::worker::turns::Kind;
+use crate::node::worker::turns::Turns;
 use crate::proto::codec;
 use crate::proto::control::{Control, Open, Rebuild, SessionReport};
-use crate::proto::fence::{Arrival, Forward};
+use crate::proto::fence::Arrival;
 use crate::proto::frame::Frame;
 use crate::transport::{Lane, LinkError};
 
@@ -45,6 +49,9 @@ pub const INPUTS_MAX: usize = 4096;
 
 /// Frames of sessions not yet opened that are kept.
 const EARLY_FRAMES_MAX: usize = 64;
+
+/// Positions of a pass over several sessions, at most.
+const PASS_POSITIONS_MAX: usize = 64;
 
 /// How long such a frame is kept.
 const EARLY_FRAME_DEADLINE: Duration = Duration::from_secs(5);
@@ -122,19 +129,28 @@ pub(crate) struct Send {
     pub(crate) body: Bytes,
 }
 
-/// One session's next frames, to be computed together.
+/// Next frames of some sessions, to be computed together.
 #[derive(Debug)]
 pub(crate) struct Pass {
-    session: SessionId,
     /// Of the route that it was begun on: the same view may be taken twice, by a shadow.
     routes: u64,
+    parts: Vec<Part>,
+}
+
+/// One session's frames in a pass.
+#[derive(Debug)]
+pub(crate) struct Part {
+    session: SessionId,
     work: Work,
 }
+
+/// Bodies for the next hop, one per frame of a part, or why its session fails.
+pub(crate) type Computed = Result<Vec<Bytes>, String>;
 
 impl Pass {
     /// Positions that it computes.
     pub(crate) fn positions(&self) -> usize {
-        self.work.ids.len()
+        self.parts.iter().map(|part| part.work.ids.len()).sum()
     }
 }
 
@@ -160,8 +176,9 @@ pub(crate) struct Worker {
     /// Sessions that ended in this view: what still comes of them is dropped.
     ended: Ended,
     early: Vec<Early>,
-    /// The session that was served last.
-    turn: SessionId,
+    turns: Turns,
+    /// Sessions that have work, of the last look.
+    ready: Vec<(SessionId, Kind)>,
     /// What the coordinator is to know, with the session that counts until it does.
     tells: VecDeque<(Tell, Option<SessionId>)>,
     /// The session that is counted until the last tell is sent.
@@ -187,7 +204,8 @@ impl Worker {
             shelf: Shelf::default(),
             ended: Ended::default(),
             early: Vec::new(),
-            turn: SessionId(0),
+            turns: Turns::default(),
+            ready: Vec::new(),
             tells: VecDeque::new(),
             telling: None,
             outbox: Outbox::default(),
@@ -275,73 +293,6 @@ impl Worker {
             .collect();
         for (session, reason) in failed {
             self.refuse_frame(session, reason);
-        }
-    }
-
-    /// What to compute next: of the session after the one served last that has work. Nothing while
-    /// results wait to be sent.
-    pub(crate) fn poll_work(&mut self) -> Option<Pass> {
-        if !self.outbox.is_empty() {
-            return None;
-        }
-        let after = (Bound::Excluded(self.turn), Bound::Unbounded);
-        let order: Vec<SessionId> =
-            self.sessions.range(after).chain(self.sessions.range(..=self.turn)).map(|(id, _)| *id).collect();
-        for session in order {
-            if let Some(work) = self.sessions.get_mut(&session).and_then(Session::poll_work) {
-                self.turn = session;
-                return Some(Pass { session, routes: self.routes, work });
-            }
-        }
-        None
-    }
-
-    /// Computes a pass: bodies for the next hop, one per frame, or why its session fails.
-    pub(crate) fn compute(&mut self, pass: &Pass) -> Result<Vec<Bytes>, String> {
-        let session = self.sessions.get_mut(&pass.session).ok_or("the session was closed")?;
-        self.desk.compute(pass.session, session, &pass.work)
-    }
-
-    /// A pass was computed in `us` microseconds, and what came meanwhile is taken in: its results are
-    /// to be sent, but those that the fence holds back.
-    pub(crate) fn handle_computed(&mut self, pass: &Pass, results: Result<Vec<Bytes>, String>, us: u64, now: Instant) {
-        self.counters.pass(pass.positions() == 1, us);
-        let heads = &pass.work.heads;
-        // A session goes on behind the next route under its id: what was begun before is not its own.
-        let Some(route) = self.route.filter(|_| self.routes == pass.routes) else { return };
-        let results = match results {
-            Ok(results) => results,
-            Err(reason) => return self.fail(pass.session, reason),
-        };
-        let Some(session) = self.sessions.get_mut(&pass.session) else { return };
-        let input = self.desk.input_bytes(&session.open);
-        let fates = session.handle_computed(&pass.work, input);
-        self.journal(pass, &fates, &results);
-        match route.shadows {
-            true => self.tell_shadowed(pass.session, heads.len()),
-            false => self.tell_rebuilt(pass.session, &pass.work, &results),
-        }
-        self.shadowing.handle_grown(pass.session);
-        let bodies = fates.into_iter().zip(results).filter(|(fate, _)| *fate == Forward::Yes).map(|(_, body)| body);
-        self.outbox.put(&route, bodies, now);
-    }
-
-    /// Keeps what the next stage got, or has, in case it is lost there.
-    fn journal(&mut self, pass: &Pass, fates: &[Forward], bodies: &[Bytes]) {
-        if self.desk.engine.facts().is_tail() {
-            return;
-        }
-        let history = self.sessions.get(&pass.session).map_or(Position(0), Session::history);
-        let mut ids = &pass.work.ids[..];
-        for ((head, fate), body) in pass.work.heads.iter().zip(fates).zip(bodies) {
-            let (of_frame, rest) = ids.split_at(head.len as usize);
-            ids = rest;
-            if *fate != Forward::No {
-                let payload = body.slice(codec::frame_header_bytes(of_frame.len())..);
-                let end = head.pos.plus(head.len);
-                self.journals.settle(pass.session, head.settled.max(end.min(history)));
-                self.journals.record(pass.session, head.pos, of_frame, payload);
-            }
         }
     }
 

@@ -8,7 +8,6 @@ use std::sync::mpsc::Receiver;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use futures::future::BoxFuture;
 
 use crate::clock;
@@ -20,7 +19,7 @@ use crate::node::dial::{self, Dialled};
 use crate::node::journal::Journals;
 use crate::node::membership::Route;
 use crate::node::shell::{Shell, ShellParts};
-use crate::node::worker::{INPUTS_MAX, Input, Pass, Tell, Worker};
+use crate::node::worker::{Computed, INPUTS_MAX, Input, Pass, Tell, Worker};
 use crate::proto::codec::{self, Data};
 use crate::proto::fence::HELD_FRAMES_MAX;
 use crate::sim::check::{Broken, Invariant, Memory, broken};
@@ -45,7 +44,7 @@ pub(super) struct Pace {
 
 struct Busy {
     pass: Pass,
-    results: Result<Vec<Bytes>, String>,
+    results: Vec<Computed>,
     begun: Instant,
     until: Instant,
 }

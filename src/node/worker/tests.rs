@@ -1,6 +1,7 @@
 //! What the coordinator says to a worker, in any order.
 
 mod shadow;
+mod together;
 
 use super::*;
 use crate::clock;
@@ -11,9 +12,17 @@ use crate::sim::toy::{SharedToys, ToyEngine};
 
 const VIEW: View = View(3);
 
+/// A head.
+fn toy() -> ToyEngine {
+    ToyEngine::new("0:2".parse().unwrap(), 1, SharedToys::default())
+}
+
 /// A head with its route.
 fn worker() -> Worker {
-    let engine = Box::new(ToyEngine::new("0:2".parse().unwrap(), 1, SharedToys::default()));
+    worker_of(Box::new(toy()))
+}
+
+fn worker_of(engine: Box<dyn Engine>) -> Worker {
     let journals = Journals::new(JournalConfig::default(), "0:2").unwrap();
     let mut worker = Worker::new(engine, journals, Arc::new(Counters::default()), 4);
     worker.handle_input(Input::Route(Some(route(VIEW))), clock::now());
