@@ -171,8 +171,7 @@ impl Products {
                 grid: (self.processors, 1, 1),
                 threads: 512,
                 shared: to_u32(shared),
-                // With one row, early blocks cost 6 µs of 47.
-                dependent: self.tuning.dependent && m > 1,
+                dependent: self.tuning.dependent,
             };
             // SAFETY: the caller's promise; the scratch has room for the rows.
             unsafe { launch.run(stream, &params) }?;

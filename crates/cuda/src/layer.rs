@@ -114,7 +114,8 @@ impl Pass<'_> {
         let rows = (Self::rows(b.qr, config.q_rank), m);
         // SAFETY: as above.
         unsafe { self.products.linear(main, rows, &w.wq_b, bf16_out(b.q, &w.wq_b)) }?;
-        let parts = Preparing { queries: Some((b.q, self.heads())), ..self.preparing(layer, place) };
+        let spread = self.spread(layer.hc_attn);
+        let parts = Preparing { queries: Some((b.q, self.heads())), spread, ..self.preparing(layer, place) };
         self.ops.prepare(m, &parts)?;
         if beside {
             self.branch.join(main)?;
@@ -194,7 +195,7 @@ impl Pass<'_> {
     /// Nothing to prepare yet, at a layer.
     fn preparing(&self, layer: &LayerWeights, place: usize) -> Preparing {
         let (table, eps, at) = (self.table(layer.ratio), self.config.norm_eps, self.at(place));
-        Preparing { table, eps, at, queries: None, index: None, compressors: None }
+        Preparing { table, eps, at, queries: None, index: None, compressors: None, spread: Spread::none() }
     }
 
     pub(crate) fn heads(&self) -> Heads {
@@ -222,7 +223,7 @@ impl Pass<'_> {
         };
         let entries = config.window + self.slots_seen(ratio) + if block { m } else { 0 };
         let list = entries.next_multiple_of(64);
-        let ends = (layer.attn.sink, self.table(ratio), self.spread(layer.hc_attn));
+        let ends = (layer.attn.sink, self.table(ratio));
         let ops = if layer.attn.compressor.is_some() { self.ops.joined() } else { self.ops };
         ops.attend((b.q, m), self.heads(), (keys, list), ends, (b.scores, b.o))
     }

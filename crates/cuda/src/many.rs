@@ -12,7 +12,7 @@ use crate::error::CudaError;
 use crate::experts_tile::ManyScratch;
 use crate::layer::{Tap, bf16_out, f32_out, int};
 use crate::linear::{Linear, Out, Products, Rows};
-use crate::ops::{Heads, KeyList, Keys, Norm, Preparing, Side};
+use crate::ops::{Heads, KeyList, Keys, Norm, Preparing, Side, Spread};
 use crate::pass::{FEW, Pass, WAVE};
 use crate::tile::{ROWS_MIN, TileScratch};
 use crate::weights::{AttentionWeights, CompressorWeights, LayerWeights, MoeWeights, Routing};
@@ -146,6 +146,7 @@ impl Pass<'_> {
             queries: Some((b.q, self.heads())),
             index: picks.then_some((b.index_q, heads, config.index_topk, ratio)),
             compressors,
+            spread: Spread::none(),
         };
         self.ops.prepare(m, &parts)?;
         if !picks {

@@ -40,6 +40,7 @@ params!(StoreKeys, "store_keys", {
 params!(NormKeys, "norm_keys", { norm: RmsNorm, keys: StoreKeys });
 params!(Prepare, "prepare", {
     queries: HeadNormRotate, index: IndexQueries, compress: CompressParams, query_blocks: i32, index_blocks: i32,
+    spread: Spread,
 });
 params!(HeadNormRotate, "", {
     q: DevicePtr, heads: i32, width: i32, eps: f32, table: DevicePtr, rope: i32, rows: DevicePtr,
@@ -76,7 +77,6 @@ params!(IndexPicks, "index_picks", {
 });
 params!(AttendScores, "attend_scores", {
     keys: KeyList, q: DevicePtr, heads: i32, width: i32, scale: f32, scores: DevicePtr, scores_stride: i32,
-    spread: Spread,
 });
 params!(AttendValues, "attend_values", {
     keys: KeyList, scores: DevicePtr, scores_stride: i32, chunk: i32, sink: DevicePtr, heads: i32, width: i32,

@@ -79,8 +79,10 @@ DEV u32 pair_of(const Item &item, u32 i) {
   return i == 0 ? item.pair[0] : i == 1 ? item.pair[1] : i == 2 ? item.pair[2] : item.pair[3];
 }
 
-// One slice of an item. UP: rows of w1 and w3 are taken together and end in the activation.
-template <int F, int R, int M, int STAGES, bool UP>
+// One slice of an item. UP: rows of w1 and w3 are taken together and end in the activation. One row's
+// activations are staged before the router is waited for: its kernel waited for them; what w2 takes is waited
+// for once the ring is filling, and the router's picks are older then.
+template <int F, int R, int M, int STAGES, bool UP, bool EARLY>
 DEV void expert_slice(const ExpertParams &p, const Item &item, u32 slice, u32 slices, uint4 *shared) {
   const u32 warps = blockDim.x / 32, warp = warp_id(), lane = lane_id();
   const u32 per_step = F == FP8 ? 512 : 1024;
@@ -98,9 +100,23 @@ DEV void expert_slice(const ExpertParams &p, const Item &item, u32 slice, u32 sl
   u32 begin = (u32)((u64)groups * slice / slices), end = (u32)((u64)groups * (slice + 1) / slices);
   const u8 *const *w = F == FP4 ? p.w : p.shared_w;
   const u8 *const *scale = F == FP4 ? p.scale : p.shared_scale;
-  u64 codes = F == FP4 ? (u64)item.expert * p.rows * shape.row_bytes : 0;
-  u64 scales = F == FP4 ? (u64)item.expert * p.rows * LANES * shape.steps : 0;
   const u32 pairs = p.m * p.per_row;
+  auto activations = [&]() {
+    stage_rows_by<F, M>(p.k, xs, sx, [&](u32 row, u32 at, float (&v)[Chunk<F, M>::N]) {
+      if (row >= item.count) return;
+      u32 pair = pair_of(item, row);
+      u32 from = !UP ? pair : pair < pairs ? pair / p.per_row : pair - pairs;
+      load_chunk(p.x + (u64)from * p.x_stride + at, v);
+    });
+  };
+  if (EARLY) {
+    activations();
+    wait_for_inputs();
+    launch_dependents();
+  }
+  u32 expert = EARLY && F == FP4 ? (u32)p.picks[item.pair[0]] : item.expert;
+  u64 codes = F == FP4 ? (u64)expert * p.rows * shape.row_bytes : 0;
+  u64 scales = F == FP4 ? (u64)expert * p.rows * LANES * shape.steps : 0;
   auto locate = [&](u32 group) {
     Place at = {{w[0] + codes, w[1] + codes}, {scale[0] + scales, scale[1] + scales}, {sw_at, sw_at + blocks},
                 group * each, p.rows, 0};
@@ -109,12 +125,8 @@ DEV void expert_slice(const ExpertParams &p, const Item &item, u32 slice, u32 sl
   auto stage = [&]() {
     if (F == FP8)
       for (u32 i = 0; i < (UP ? 2 : 1); i++) copy_bytes(sw + i * blocks, scale[i], blocks);
-    stage_rows_by<F, M>(p.k, xs, sx, [&](u32 row, u32 at, float (&v)[Chunk<F>::N]) {
-      if (row >= item.count) return;
-      u32 pair = pair_of(item, row);
-      u32 from = !UP ? pair : pair < pairs ? pair / p.per_row : pair - pairs;
-      load_chunk(p.x + (u64)from * p.x_stride + at, v);
-    });
+    if (!UP) wait_for_inputs();
+    if (!EARLY) activations();
     __syncthreads();
   };
   auto store = [&](const Place &at, float sum) {
@@ -146,14 +158,14 @@ DEV void expert_slice(const ExpertParams &p, const Item &item, u32 slice, u32 sl
 template <int F, int M, int STAGES, bool UP>
 DEV void by_count(const ExpertParams &p, const Item &item, u32 slice, u32 slices, uint4 *shared) {
   if constexpr (M == 1) {
-    expert_slice<F, 4, 1, STAGES, UP>(p, item, slice, slices, shared);
+    expert_slice<F, 4, 1, STAGES, UP, UP>(p, item, slice, slices, shared);
   } else {
     if (item.count == 1)
-      expert_slice<F, 4, 1, STAGES, UP>(p, item, slice, slices, shared);
+      expert_slice<F, 4, 1, STAGES, UP, false>(p, item, slice, slices, shared);
     else if (item.count == 2)
-      expert_slice<F, 4, 2, STAGES, UP>(p, item, slice, slices, shared);
+      expert_slice<F, 4, 2, STAGES, UP, false>(p, item, slice, slices, shared);
     else
-      expert_slice<F, 4, M, STAGES, UP>(p, item, slice, slices, shared);
+      expert_slice<F, 4, M, STAGES, UP, false>(p, item, slice, slices, shared);
   }
 }
 
@@ -173,35 +185,44 @@ DEV u32 best_slices(u32 items) {
 }
 
 // All items; M is the most rows of one. An item of the shared expert has twice the bytes of a
-// routed one: it is cut into twice the slices.
+// routed one: with several rows it is cut into twice the slices.
 template <int M, int STAGES, bool UP>
 DEV void experts_body(const ExpertParams &p) {
   extern __shared__ uint4 shared[];
   __shared__ Plan plan;
-  launch_dependents();
-  wait_for_inputs();
+  // What follows w1 and w3 reads picks early, so the router must have ended.
+  if (UP && M > 1) wait_for_inputs();
+  if (!UP || M > 1) launch_dependents();
   u32 pairs = p.m * p.per_row, routed = pairs;
   if (M > 1) {
     make_plan(plan, p.picks, pairs, M);
     routed = plan.items;
   }
   u32 chunks = (p.m + M - 1) / M;
-  u32 items = routed + 2 * chunks;
-  u32 slices = best_slices(items);
-  u32 common = chunks * 2 * slices; // units of the shared expert
-  for (u32 unit = blockIdx.x; unit < items * slices; unit += gridDim.x) {
+  u32 slices; // of an item
+  u32 common; // units of the shared expert
+  if (M == 1 && gridDim.x >= 4 * (routed + 1) && gridDim.x >= routed * (routed + 1)) {
+    // A unit for every block. The shared expert has as many weights as another, and they decode faster.
+    slices = (gridDim.x + routed) / (routed + 1);
+    if (4 * (gridDim.x - routed * slices) < 3 * slices) slices = gridDim.x / (routed + 1);
+    common = gridDim.x - routed * slices;
+  } else {
+    slices = best_slices(routed + 2 * chunks);
+    common = chunks * 2 * slices;
+  }
+  for (u32 unit = blockIdx.x; unit < common + routed * slices; unit += gridDim.x) {
     Item item;
     if (unit < common) {
-      u32 chunk = unit / (2 * slices);
+      u32 pieces = common / chunks, chunk = unit / pieces;
       item.expert = 0;
       item.count = min((u32)M, p.m - chunk * M);
 #pragma unroll
       for (int i = 0; i < 4; i++) item.pair[i] = pairs + chunk * M + min((u32)i, item.count - 1);
-      by_count<FP8, M, STAGES, UP>(p, item, unit % (2 * slices), 2 * slices, shared);
+      by_count<FP8, M, STAGES, UP>(p, item, unit % pieces, pieces, shared);
     } else {
       u32 number = (unit - common) / slices, slice = (unit - common) % slices;
       if (M == 1) {
-        item.expert = (u32)p.picks[number];
+        item.expert = UP ? 0 : (u32)p.picks[number];
         item.count = 1;
 #pragma unroll
         for (int i = 0; i < 4; i++) item.pair[i] = number;

@@ -5,7 +5,8 @@
 #include "state.cuh"
 
 #define SCORE_THREADS 256
-#define SLOTS 32 /* to a block at a time */
+#define SLOTS 16 /* to a block at a time */
+#define APART 4 /* values between heads in shared memory, so that two lie in banks of their own */
 #define KEPT 8 /* keys that a thread keeps in registers */
 #define PICK_THREADS 1024
 
@@ -37,8 +38,8 @@ DEV void fetch_slot(const u16* slots, int slot, int visible, float (&k)[RUNS][8]
 }
 
 // bf16 scores as 16-bit keys of the total order, keys[m, slot]: d = bf16(q · k), a = bf16(max(d, 0) · w),
-// score = bf16(Σ a), heads ascending. A lane has a slot, warps share the heads; a dot visits the canonical
-// lanes one by one and folds them like the butterfly. Rows that take every slot are left out. Grid
+// score = bf16(Σ a), heads ascending. A lane has a slot and every other head of its warp; a dot visits the
+// canonical lanes one by one and folds them like the butterfly. Rows that take every slot are left out. Grid
 // (blocks, m), any blocks.
 template <int RUNS>
 DEV void index_scores(const IndexScores& a) {
@@ -49,17 +50,18 @@ DEV void index_scores(const IndexScores& a) {
     int visible = (row.pos + 1) / a.ratio;
     if (visible <= a.topk || (int)(blockIdx.x * SLOTS) >= visible) return;
     // Queries [heads, width], the heads' weights, then what each head says of each slot.
-    float* weights = shared + a.heads * width;
+    int slot = lane % SLOTS, half = lane / SLOTS;
+    float* weights = shared + a.heads * (width + APART);
     float* said = weights + a.heads;
     const u16* slots = a.states[(u64)row.slot * a.places + a.place].index.slots;
     // The first slots are on their way while the queries are staged.
     float k[RUNS][8];
-    fetch_slot<RUNS>(slots, blockIdx.x * SLOTS + lane, visible, k);
+    fetch_slot<RUNS>(slots, blockIdx.x * SLOTS + slot, visible, k);
     const uint4* q = (const uint4*)(a.q + (u64)blockIdx.y * a.heads * width);
 #pragma unroll 4
     for (int i = threadIdx.x; i < a.heads * RUNS; i += SCORE_THREADS) {
         uint4 v = q[i];
-        float4* to = (float4*)(shared + 8 * i);
+        float4* to = (float4*)(shared + i / RUNS * (width + APART) + 8 * (i % RUNS));
         to[0] = make_float4(bf16_lo(v.x), bf16_hi(v.x), bf16_lo(v.y), bf16_hi(v.y));
         to[1] = make_float4(bf16_lo(v.z), bf16_hi(v.z), bf16_lo(v.w), bf16_hi(v.w));
     }
@@ -67,9 +69,9 @@ DEV void index_scores(const IndexScores& a) {
         weights[h] = bf16_round(bf16_up(a.w[(u64)blockIdx.y * a.heads + h]) * a.factor);
     __syncthreads();
     for (int first = blockIdx.x * SLOTS; first < visible; first += gridDim.x * SLOTS) {
-        if (first != (int)(blockIdx.x * SLOTS)) fetch_slot<RUNS>(slots, first + lane, visible, k);
-        for (int h = warp; h < a.heads; h += SCORE_THREADS / 32) {
-            const float4* head = (const float4*)(shared + h * width);
+        if (first != (int)(blockIdx.x * SLOTS)) fetch_slot<RUNS>(slots, first + slot, visible, k);
+        for (int h = 2 * warp + half; h < a.heads; h += SCORE_THREADS / 16) {
+            const float4* head = (const float4*)(shared + h * (width + APART));
             float v[RUNS];
 #pragma unroll
             for (int run = 0; run < RUNS; run++) {
@@ -89,15 +91,15 @@ DEV void index_scores(const IndexScores& a) {
 #pragma unroll
                 for (int l = 0; l < RUNS / 2; l++)
                     if (l < o) v[l] = v[l] + v[l + o];
-            said[h * SLOTS + lane] = bf16_round(max_c(0.0f, bf16_round(v[0])) * weights[h]);
+            said[h * SLOTS + slot] = bf16_round(max_c(0.0f, bf16_round(v[0])) * weights[h]);
         }
         __syncthreads();
-        if (warp == 0) {
+        if (warp == 0 && half == 0) {
             float sum = 0.0f;
 #pragma unroll 8
-            for (int h = 0; h < a.heads; h++) sum = sum + said[h * SLOTS + lane];
-            if (first + lane < visible)
-                a.keys[(u64)blockIdx.y * a.keys_stride + first + lane] = (u16)(order_key(bf16_round(sum)) >> 16);
+            for (int h = 0; h < a.heads; h++) sum = sum + said[h * SLOTS + slot];
+            if (first + slot < visible)
+                a.keys[(u64)blockIdx.y * a.keys_stride + first + slot] = (u16)(order_key(bf16_round(sum)) >> 16);
         }
         __syncthreads();
     }

@@ -22,37 +22,57 @@ struct HeadNormRotate {
     const Row* rows;
 };
 
-// q[m, heads, width] in place, one warp per head; `block` is the block of heads.
+#define HEAD_RUNS 4 /* of a lane: a head has at most 512 values */
+
+// q[m, heads, width] in place, one warp per head; `block` is the block of heads. Waits for the queries.
 DEV void query_heads(const HeadNormRotate& a, int block) {
     int row = blockIdx.x, lane = threadIdx.x & 31;
     int head = block * (blockDim.x / 32) + threadIdx.x / 32;
-    if (head >= a.heads) return;
+    bool mine = head < a.heads;
     uint2* values = (uint2*)(a.q + ((u64)row * a.heads + head) * a.width);
-    float acc = 0.0f;
-    for (int run = lane; run < a.width / 4; run += 32) {
-        uint2 v = values[run];
-        float a = bf16_lo(v.x), b = bf16_hi(v.x), c = bf16_lo(v.y), d = bf16_hi(v.y);
-        float s = bf16_round(a * a) + 0.0f;
-        s = s + bf16_round(b * b);
-        s = s + bf16_round(c * c);
-        acc = (s + bf16_round(d * d)) + acc;
-    }
-    float r = head_factor(butterfly(acc), a.width, a.eps);
     const float* cos = a.table + (u64)a.rows[row].pos * a.rope;
     const float* sin = cos + a.rope / 2;
-    for (int run = lane; run < a.width / 4; run += 32) {
-        uint2 v = values[run];
-        float x[4] = {bf16_lo(v.x), bf16_hi(v.x), bf16_lo(v.y), bf16_hi(v.y)};
+    float c[HEAD_RUNS][2], s[HEAD_RUNS][2];
+#pragma unroll
+    for (int n = 0; n < HEAD_RUNS; n++) {
+        int run = 32 * n + lane, pair = (4 * run - (a.width - a.rope)) / 2;
+        if (run < a.width / 4 && 4 * run >= a.width - a.rope) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) c[n][i] = cos[pair + i], s[n][i] = sin[pair + i];
+        }
+    }
+    wait_for_inputs();
+    launch_dependents();
+    if (!mine) return;
+    uint2 v[HEAD_RUNS];
+#pragma unroll
+    for (int n = 0; n < HEAD_RUNS; n++)
+        if (32 * n + lane < a.width / 4) v[n] = values[32 * n + lane];
+    float acc = 0.0f;
+#pragma unroll
+    for (int n = 0; n < HEAD_RUNS; n++) {
+        if (32 * n + lane < a.width / 4) {
+            float a = bf16_lo(v[n].x), b = bf16_hi(v[n].x), c = bf16_lo(v[n].y), d = bf16_hi(v[n].y);
+            float s = bf16_round(a * a) + 0.0f;
+            s = s + bf16_round(b * b);
+            s = s + bf16_round(c * c);
+            acc = (s + bf16_round(d * d)) + acc;
+        }
+    }
+    float r = head_factor(butterfly(acc), a.width, a.eps);
+#pragma unroll
+    for (int n = 0; n < HEAD_RUNS; n++) {
+        int run = 32 * n + lane;
+        if (run >= a.width / 4) continue;
+        float x[4] = {bf16_lo(v[n].x), bf16_hi(v[n].x), bf16_lo(v[n].y), bf16_hi(v[n].y)};
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = bf16_round(x[i] * r);
-        int pair = (4 * run - (a.width - a.rope)) / 2;
         if (4 * run >= a.width - a.rope) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float c = cos[pair + i], s = sin[pair + i];
                 float a = x[2 * i], b = x[2 * i + 1];
-                x[2 * i] = a * c - b * s;
-                x[2 * i + 1] = a * s + b * c;
+                x[2 * i] = a * c[n][i] - b * s[n][i];
+                x[2 * i + 1] = a * s[n][i] + b * c[n][i];
             }
         }
         values[run] = make_uint2(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]));
@@ -279,16 +299,23 @@ struct Prepare {
     Compress compress;
     int query_blocks;
     int index_blocks;
+    Spread spread;
 };
 
-// All three of the same rows. Grid (m, query blocks + index blocks + compressors), PREPARE_THREADS threads.
+// All three of the same rows. With spread.mix, one more block of a row says how its streams are spread; what it
+// reads is older than the kernel in front, as are rows and rotations. Grid (m, query blocks + index blocks +
+// compressors [+ 1]), PREPARE_THREADS threads.
 extern "C" __global__ void prepare(const Prepare a) {
+    int block = blockIdx.y;
+    if (block < a.query_blocks) {
+        query_heads(a.queries, block);
+        return;
+    }
+    if (a.spread.mix && block + 1 == gridDim.y && threadIdx.x < 32) spread_row(a.spread, blockIdx.x);
     wait_for_inputs();
     launch_dependents();
-    int block = blockIdx.y;
-    if (block < a.query_blocks)
-        query_heads(a.queries, block);
-    else if (block < a.query_blocks + a.index_blocks)
+    if (a.spread.mix && block + 1 == gridDim.y) return;
+    if (block < a.query_blocks + a.index_blocks)
         index_heads(a.index, block - a.query_blocks);
     else
         compress_row(a.compress, block - a.query_blocks - a.index_blocks == 1);

@@ -174,8 +174,8 @@ DEV u32 quad_at(u32 k, u32 m, u32 M) {
   return ((step * M + m) * (N / 4) + q) * LANES + lane;
 }
 
-// Values of a row that a thread stages at a time, and how many times that before it stores.
-template <int F> struct Chunk { static const int N = F == BF16 ? 8 : F == F32 ? 4 : 16; static const int TIMES = F == F32 ? 4 : 2; };
+// Values of a row that a thread stages at a time: one row's are shared among more warps, with less code to a warp.
+template <int F, int M> struct Chunk { static const int N = F == F32 ? 4 : F == BF16 || M == 1 ? 8 : 16; };
 
 // Two, four or eight words of bf16 pairs.
 template <int WORDS>
@@ -196,18 +196,17 @@ DEV void load_words(const u16 *from, u32 (&words)[WORDS]) {
   }
 }
 
-// Stages a chunk of row m that starts at value k. With codes, eight neighbouring lanes hold a group
+// Stages a chunk of row m that starts at value k. With codes, 128 / N neighbouring lanes hold a group
 // of 128 and the scale goes to `scale`; all lanes of the warp must take part, those without a
 // chunk with `live` unset.
-template <int F>
-DEV void stage_chunk(float (&v)[Chunk<F>::N], bool live, u32 k, u32 m, u32 M, float4 *xs, float *scale) {
-  const int N = Chunk<F>::N;
+template <int F, int N>
+DEV void stage_chunk(float (&v)[N], bool live, u32 k, u32 m, u32 M, float4 *xs, float *scale) {
   if (Coded<F>::YES) {
     float amax = 0.0f;
 #pragma unroll
     for (int e = 0; e < N; e++) amax = fmaxf(amax, fabsf(v[e]));
 #pragma unroll
-    for (int o = 4; o > 0; o >>= 1) amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, o));
+    for (int o = 64 / N; o > 0; o >>= 1) amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, o));
     float s = e4m3_scale(amax);
     float inverse = 1.0f / s;
 #pragma unroll
@@ -215,7 +214,7 @@ DEV void stage_chunk(float (&v)[Chunk<F>::N], bool live, u32 k, u32 m, u32 M, fl
       v[e] = e4m3_round(v[e], inverse);
       if (F == FP4) v[e] = v[e] * FP4_UP;
     }
-    if (live && lane_id() % 8 == 0) *scale = s;
+    if (live && lane_id() % (128 / N) == 0) *scale = s;
   }
   if (!live) return;
 #pragma unroll
@@ -227,7 +226,7 @@ DEV void stage_chunk(float (&v)[Chunk<F>::N], bool live, u32 k, u32 m, u32 M, fl
 // not there. The whole block takes part.
 template <int F, int M, typename Load>
 DEV void stage_rows_by(u32 k, float4 *xs, float *sx, Load load) {
-  const int N = Chunk<F>::N, TIMES = Chunk<F>::TIMES;
+  const int N = Chunk<F, M>::N, TIMES = F == F32 ? 4 : 2;
   u32 chunks = k / N, total = M * chunks;
   for (u32 base = 0; base < total; base += TIMES * blockDim.x) {
     float v[TIMES][N];
@@ -241,8 +240,9 @@ DEV void stage_rows_by(u32 k, float4 *xs, float *sx, Load load) {
 #pragma unroll
     for (int t = 0; t < TIMES; t++) {
       u32 i = base + t * blockDim.x + threadIdx.x;
+      if (i - lane_id() >= total) break; // the whole warp
       u32 row = M == 1 ? 0 : i / chunks, at = (M == 1 ? i : i % chunks) * N;
-      stage_chunk<F>(v[t], i < total, at, row, M, xs, sx + row * (k / 128) + at / 128);
+      stage_chunk<F, N>(v[t], i < total, at, row, M, xs, sx + row * (k / 128) + at / 128);
     }
   }
 }
@@ -262,7 +262,7 @@ DEV void load_chunk(const u16 *from, float (&v)[N]) {
 // Stages `m` of M rows of k bf16 values, the rest as zeros.
 template <int F, int M>
 DEV void stage_rows(const u16 *x, u32 stride, u32 k, u32 m, float4 *xs, float *sx) {
-  stage_rows_by<F, M>(k, xs, sx, [&](u32 row, u32 at, float (&v)[Chunk<F>::N]) {
+  stage_rows_by<F, M>(k, xs, sx, [&](u32 row, u32 at, float (&v)[Chunk<F, M>::N]) {
     if (row < m) load_chunk(x + (u64)row * stride + at, v);
   });
 }

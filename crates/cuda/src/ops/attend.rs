@@ -4,8 +4,12 @@ use crate::driver::DevicePtr;
 use crate::error::CudaError;
 use crate::params::{AttendScores, AttendValues, Params};
 
-use super::{At, Heads, Ops, Spread, Table, int};
+use super::{At, Heads, Ops, Table, int};
 
+/// Threads of a block that adds values: a warp to a head, and one for the denominators.
+const VALUE_THREADS: usize = 32 * (HEADS + 1);
+/// List entries to a block of threads that scores.
+const SCORED: usize = 32;
 /// List entries to a block of attention.
 const BLOCK: usize = 64;
 
@@ -43,17 +47,16 @@ impl Ops<'_> {
         (q, m): (DevicePtr, usize),
         heads: Heads,
         (keys, list): (KeyList, usize),
-        (sink, table, spread): (DevicePtr, Table, Spread),
+        (sink, table): (DevicePtr, Table),
         (scores, out): (DevicePtr, DevicePtr),
     ) -> Result<(), CudaError> {
         #[allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "a constant of the model")]
         let scale = (1.0 / (heads.width as f64).sqrt()) as f32;
         let (count, width, scores_stride) = (int(heads.heads), int(heads.width), int(list));
-        let params = AttendScores { keys, q, heads: count, width, scale, scores, scores_stride, spread };
+        let params = AttendScores { keys, q, heads: count, width, scale, scores, scores_stride };
         let groups = heads.heads.div_ceil(HEADS);
-        let more = usize::from(spread.mix != DevicePtr::NULL);
         let first = Self { dependent: self.dependent && !self.joined, ..*self };
-        first.run((list / BLOCK + more, groups, m), 256, &params)?;
+        first.run((list / SCORED, groups, m), 128, &params)?;
         let (table, rope) = (table.at, int(table.rope));
         let chunk = list.min(CHUNK);
         let params = AttendValues {
@@ -68,7 +71,7 @@ impl Ops<'_> {
             rope,
             out,
         };
-        let shared = chunk * (2 * BLOCK + 8 * HEADS);
-        self.run_as(AttendValues::KERNEL, (groups, heads.width / BLOCK, m), (128, shared), &params)
+        let shared = chunk * 2 * BLOCK + 8 * HEADS * (chunk + 4);
+        self.run_as(AttendValues::KERNEL, (groups, heads.width / BLOCK, m), (VALUE_THREADS, shared), &params)
     }
 }

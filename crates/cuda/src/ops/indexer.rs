@@ -7,7 +7,9 @@ use crate::params::{IndexPicks, IndexScores};
 use super::{At, Heads, Ops, int};
 
 /// Slots that a block of threads scores at a time.
-const SCORED: usize = 32;
+const SCORED: usize = 16;
+/// Values between heads in a block's memory.
+const APART: usize = 4;
 
 impl Ops<'_> {
     /// The slots that `m` rows pick, of at most `slots`: `picks[m, topk]`; `keys[m, slots]` is scratch.
@@ -37,7 +39,7 @@ impl Ops<'_> {
             128 => "index_scores_128",
             _ => "index_scores_256",
         };
-        let shared = 4 * heads.heads * (heads.width + 1 + SCORED);
+        let shared = 4 * heads.heads * (heads.width + APART + 1 + SCORED);
         let blocks = slots.div_ceil(SCORED).clamp(1, 512);
         self.run_as(kernel, (blocks, m, 1), (256, shared), &params)?;
         let params =

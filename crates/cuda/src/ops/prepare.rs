@@ -4,7 +4,7 @@ use crate::driver::DevicePtr;
 use crate::error::CudaError;
 use crate::params::{CompressParams, HeadNormRotate, IndexQueries, Prepare};
 
-use super::{At, Heads, Ops, Table, int};
+use super::{At, Heads, Ops, Spread, Table, int};
 
 /// Threads of a block that prepares queries, a warp to a head.
 const PREPARE_THREADS: usize = 512;
@@ -43,12 +43,14 @@ pub struct Preparing {
     /// Attention's compressor and, if it has a width, the indexer's; positions to a slot; whether slots
     /// overlap.
     pub compressors: Option<([Side; 2], usize, bool)>,
+    /// How the streams are spread behind the sublayer, or [`Spread::none`].
+    pub spread: Spread,
 }
 
 impl Ops<'_> {
     /// Queries, indexer queries and compressors of `m` rows, as far as there are any.
     pub fn prepare(&self, m: usize, parts: &Preparing) -> Result<(), CudaError> {
-        let Preparing { table, eps, at, queries, index, compressors } = *parts;
+        let Preparing { table, eps, at, queries, index, compressors, spread } = *parts;
         let (q, heads) = queries.unwrap_or((DevicePtr::NULL, Heads { heads: 0, width: 32 }));
         let queries = HeadNormRotate {
             q,
@@ -87,9 +89,16 @@ impl Ops<'_> {
         let warps = PREPARE_THREADS / 32;
         let (query_blocks, index_blocks) = (heads.heads.div_ceil(warps), index_heads.heads.div_ceil(warps));
         let sides = sides.iter().filter(|side| side.width > 0).count();
-        let params =
-            Prepare { queries, index, compress, query_blocks: int(query_blocks), index_blocks: int(index_blocks) };
-        self.run((m, query_blocks + index_blocks + sides, 1), PREPARE_THREADS, &params)
+        let params = Prepare {
+            queries,
+            index,
+            compress,
+            query_blocks: int(query_blocks),
+            index_blocks: int(index_blocks),
+            spread,
+        };
+        let spreads = usize::from(spread.mix != DevicePtr::NULL);
+        self.run((m, query_blocks + index_blocks + sides + spreads, 1), PREPARE_THREADS, &params)
     }
 }
 

@@ -123,7 +123,10 @@ fn compressor(gpu: &Gpu, ratio: usize, widths: [usize; 2], (first, m): (usize, u
     let rows = words(memory.put(&rows_at(&(first..first + m).collect::<Vec<_>>())))?;
     let at = At { rows, states, places: 1, place: 0 };
     let compressors = Some((sides, ratio, overlap));
-    words(ops.prepare(m, &Preparing { table, eps: EPS, at, queries: None, index: None, compressors }))?;
+    words(ops.prepare(
+        m,
+        &Preparing { table, eps: EPS, at, queries: None, index: None, compressors, spread: Spread::none() },
+    ))?;
     for (i, j, out) in expected {
         let width = widths[i];
         let got: Vec<bf16> = words(memory.get(pools[i].slots.plus(2 * j * width), width))?;
@@ -338,11 +341,11 @@ fn attended(
     let ops = ops(gpu)?;
     // SAFETY: the buffer is that long.
     words(unsafe { gpu.device.fill(out, 0xcd, 2 * values) })?;
-    let (ends, places) = ((sink, table, Spread::none()), (scores, out));
+    let places = (scores, out);
     words(if many {
-        ops.attend_many(rows, heads, keys, ends, places)
+        ops.attend_many(rows, heads, keys, (sink, table, Spread::none()), places)
     } else {
-        ops.attend(rows, heads, keys, ends, places)
+        ops.attend(rows, heads, keys, (sink, table), places)
     })
 }
 

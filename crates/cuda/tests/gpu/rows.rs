@@ -116,7 +116,10 @@ fn queries(gpu: &Gpu) -> Outcome {
         let rows = words(memory.put(&rows_at(&positions)))?;
         let at = At { rows, states: DevicePtr::NULL, places: 1, place: 0 };
         let queries = Some((q, Heads { heads, width }));
-        words(ops.prepare(m, &Preparing { table, eps: EPS, at, queries, index: None, compressors: None }))?;
+        words(ops.prepare(
+            m,
+            &Preparing { table, eps: EPS, at, queries, index: None, compressors: None, spread: Spread::none() },
+        ))?;
         for (row, &pos) in x.chunks_exact_mut(heads * width).zip(&positions) {
             head_norm(ISA(), row, width, EPS);
             host.rotate(ISA(), row, width, pos);
@@ -140,7 +143,10 @@ fn index_queries(gpu: &Gpu) -> Outcome {
         let rows = words(memory.put(&rows_at(&positions)))?;
         let at = At { rows, states: DevicePtr::NULL, places: 1, place: 0 };
         let index = Some((q, Heads { heads, width }, 4, 4));
-        words(ops.prepare(m, &Preparing { table, eps: EPS, at, queries: None, index, compressors: None }))?;
+        words(ops.prepare(
+            m,
+            &Preparing { table, eps: EPS, at, queries: None, index, compressors: None, spread: Spread::none() },
+        ))?;
         for (row, &pos) in x.chunks_exact_mut(heads * width).zip(&positions).skip(1) {
             host.rotate(ISA(), row, width, pos);
             hadamard(ISA(), row, width);
