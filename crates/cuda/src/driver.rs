@@ -101,7 +101,8 @@ impl Device {
             return Err(CudaError::Ordinal { ordinal, found });
         }
         let context = CudaContext::new(ordinal).doing(format!("open cuda:{ordinal}"))?;
-        // SAFETY: buffers are used on this device's one stream only, which orders them.
+        // SAFETY: buffers are used on this device's stream, which orders them, and on a branch of it, which
+        // events of its own order.
         unsafe { context.disable_event_tracking() };
         let facts = facts(&context, ordinal)?;
         let (major, minor) = facts.capability;

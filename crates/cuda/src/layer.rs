@@ -1,7 +1,8 @@
 //! One layer on the device: two sublayers, each between a mix of the residual streams and their
 //! update.
 //!
-//! Owns the order of launches in a layer. Everything goes to one stream; nothing waits for the host.
+//! Owns the order of launches in a layer: on the device's stream, and on a branch that leaves it behind the
+//! sublayer's input and meets it in front of attention. Nothing waits for the host.
 
 use ringfence_engine::model::config::OVERLAP_RATIO;
 
