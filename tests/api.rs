@@ -5,6 +5,8 @@ mod api {
     mod chat;
     mod client;
     mod deepseek;
+    #[path = "../clients/install.rs"]
+    mod install;
     pub(crate) mod support;
 }
 

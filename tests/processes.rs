@@ -11,6 +11,8 @@ mod processes {
     mod faults;
     mod heal;
     mod http;
+    #[path = "../clients/install.rs"]
+    mod install;
     mod live;
     mod matrix;
     mod refusals;

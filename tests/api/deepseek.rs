@@ -8,6 +8,7 @@ use ringfence::coordinator::job::{Event, Finish};
 use ringfence::ids::TokenId;
 use serde_json::{Value, json};
 
+use super::install::{node, python, script};
 use super::support::{Script, Server, deepseek, done, json_body, token};
 use crate::events;
 
@@ -290,4 +291,39 @@ async fn chats_that_the_encoding_does_not_take_are_refused_in_its_words() {
         );
     }
     assert!(server.script.requests().is_empty());
+}
+
+/// OpenAI's clients call a tool, whole and streamed, and send its result back with the message that they got.
+#[tokio::test]
+async fn openais_clients_call_tools() {
+    let speech = deepseek(false);
+    let server = server(&speech, CALLS, Finish::Stop).await;
+    let url = server.url();
+    let clients = tokio::task::spawn_blocking(move || {
+        let python =
+            python().map(|folder| (folder.join("venv/bin/python"), vec![script("tools_client.py"), url.clone()]));
+        let node = node()
+            .map(|folder| ("node".into(), vec![script("tools_client.cjs"), url, folder.to_str().unwrap().to_owned()]));
+        let run = |(program, args): (std::path::PathBuf, Vec<String>)| {
+            let ended = std::process::Command::new(program).args(&args).output().unwrap();
+            assert!(ended.status.success(), "{args:?}: {}", String::from_utf8_lossy(&ended.stderr));
+            serde_json::from_slice::<Value>(&ended.stdout).unwrap()
+        };
+        python.into_iter().chain(node).map(run).collect::<Vec<Value>>()
+    });
+    let clients = clients.await.unwrap();
+    let calls = json!([["weather", {"town": "Ur \"of\" it", "days": 2}], ["weather", {}]]);
+    for seen in &clients {
+        assert_eq!((&seen["whole"], &seen["streamed"], &seen["helper"]), (&calls, &calls, &calls), "{seen}");
+        let finish = json!(["tool_calls", "A moment.", "Let me see."]);
+        assert_eq!((&seen["finish"], &seen["again"]), (&finish, &json!("tool_calls")));
+    }
+    if !clients.is_empty() {
+        let prompt = prompt(&speech, &server);
+        assert!(prompt.contains("<[DSML]parameter name=\"days\" string=\"false\">2</[DSML]parameter>"), "{prompt}");
+        assert!(
+            prompt.ends_with("<tool_result>wet</tool_result>\n\n<tool_result>dry</tool_result><Assistant><THINK>"),
+            "{prompt}"
+        );
+    }
 }

@@ -51,7 +51,13 @@ async function main() {
     for (const choice of chunk.choices) seen.completion_stream += choice.text;
   }
 
-  const first = await client.chat.completions.create({ ...chat, temperature: 1, top_k: 1, return_token_ids: true });
+  const likely = (await client.chat.completions.create({ ...chat, logprobs: true, top_logprobs: 3 })).choices[0].logprobs.content;
+  seen.logprobs = [likely.map((token) => token.token).join(""), likely.every((token) => token.top_logprobs.length === 3)];
+  seen.greedy = likely.every((token) => token.token === token.top_logprobs[0].token);
+  const legacy = (await client.completions.create({ ...prompt, logprobs: 2 })).choices[0].logprobs;
+  seen.completion_logprobs = [legacy.tokens.join(""), legacy.token_logprobs.every((logprob) => logprob <= 0)];
+
+  const first = await client.chat.completions.create({ ...chat, temperature: 1, top_k: 1, min_p: 0.5, return_token_ids: true });
   seen.likeliest = [first.choices[0].message.content, first.choices[0].token_ids.length];
 
   const schema = { type: "json_schema", json_schema: { name: "a", schema: {} } };

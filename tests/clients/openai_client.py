@@ -46,7 +46,13 @@ seen["completion_stream"] = "".join(
     choice.text for chunk in client.completions.create(**prompt, stream=True) for choice in chunk.choices
 )
 
-more = {"top_k": 1, "return_token_ids": True}
+likely = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+seen["logprobs"] = ["".join(token.token for token in likely), {len(token.top_logprobs) for token in likely} == {3}]
+seen["greedy"] = all(token.token == token.top_logprobs[0].token for token in likely)
+legacy = client.completions.create(**prompt, logprobs=2).choices[0].logprobs
+seen["completion_logprobs"] = ["".join(legacy.tokens), all(logprob <= 0 for logprob in legacy.token_logprobs)]
+
+more = {"top_k": 1, "min_p": 0.5, "return_token_ids": True}
 first = client.chat.completions.create(**{**chat, "temperature": 1}, extra_body=more).choices[0]
 seen["likeliest"] = [first.message.content, len(first.token_ids)]
 

@@ -1,72 +1,13 @@
 //! OpenAI's own clients, unchanged, against a real ring: the Python and the Node client see the same, and
 //! what they see is true.
-//!
-//! They are installed below the target folder, once. Where a registry does not have them, or a machine lacks
-//! Python or Node, that is said and the other one is run.
 
-use std::fs;
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
 
 use serde_json::{Value, json};
 
 use super::http;
+use super::install::{node, python, script};
 use super::rig::{CUT, Process, Ring};
-
-const PYTHON_CLIENT: &str = "openai==3.57.0";
-const NODE_CLIENT: &str = "openai@6.49.0";
-
-/// Runs a command to its end; `Err` with its last words where it fails or is not there.
-fn run(program: &Path, args: &[&str], folder: &Path) -> Result<(), String> {
-    let mut command = Command::new(program);
-    let ended = command.args(args).current_dir(folder).stdin(Stdio::null()).output();
-    let ended = ended.map_err(|why| format!("{}: {why}", program.display()))?;
-    if ended.status.success() {
-        return Ok(());
-    }
-    let words = String::from_utf8_lossy(&ended.stderr);
-    Err(format!("{} {}: {}", program.display(), args.join(" "), words.lines().last().unwrap_or_default()))
-}
-
-/// A folder below the target folder in which `install` has put a client, now or before.
-fn installed(name: &str, install: impl FnOnce(&Path) -> Result<(), String>) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name.replace(['=', '@'], "-"));
-    let mark = folder.join("installed");
-    if mark.exists() {
-        return Some(folder);
-    }
-    // What an earlier attempt has left is of no use; an error means that there was none.
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    match install(&folder) {
-        Ok(()) => {
-            fs::write(mark, name).unwrap();
-            Some(folder)
-        }
-        Err(why) => {
-            // Past the capture of the test's output: it is to be seen where all is green.
-            let said = format!("NOT RUN: the client {name} can't be installed here: {why}\n");
-            std::io::stderr().write_all(said.as_bytes()).unwrap();
-            None
-        }
-    }
-}
-
-fn python() -> Option<PathBuf> {
-    installed(&format!("python-{PYTHON_CLIENT}"), |folder| {
-        run(Path::new("python3"), &["-m", "venv", "venv"], folder)?;
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", PYTHON_CLIENT];
-        run(&folder.join("venv/bin/python"), &pip, folder)
-    })
-}
-
-fn node() -> Option<PathBuf> {
-    installed(&format!("node-{NODE_CLIENT}"), |folder| {
-        fs::write(folder.join("package.json"), "{}").map_err(|why| why.to_string())?;
-        run(Path::new("npm"), &["install", "--silent", "--no-audit", "--no-fund", NODE_CLIENT], folder)
-    })
-}
 
 #[track_caller]
 fn seen(program: &Path, args: &[&str]) -> Value {
@@ -79,7 +20,6 @@ fn seen(program: &Path, args: &[&str]) -> Value {
 fn openais_clients_work_unchanged() {
     let (python, node) = (python(), node());
     let ring = Ring::start(&CUT);
-    let script = |name: &str| format!("{}/tests/clients/{name}", env!("CARGO_MANIFEST_DIR"));
     let python = python.map(|folder| seen(&folder.join("venv/bin/python"), &[&script("openai_client.py"), ring.url()]));
     let node = node
         .map(|folder| seen(Path::new("node"), &[&script("openai_client.cjs"), ring.url(), folder.to_str().unwrap()]));
@@ -103,6 +43,7 @@ fn check(seen: &Value, url: &str) {
     assert_eq!(seen["chat"], json!(["assistant", text, "length", 24]));
     assert_eq!(seen["chat_stream"], seen["chat"]);
     assert_eq!(seen["stopped_helper"], true, "{seen}");
+    assert_eq!((&seen["logprobs"], &seen["greedy"]), (&json!([text, true]), &json!(true)));
     assert_eq!(seen["likeliest"], json!([text, 24]));
     assert_eq!(seen["stopped"], json!([false, "stop"]));
 
@@ -113,6 +54,7 @@ fn check(seen: &Value, url: &str) {
     let body = json!({"prompt": "And the LORD spake unto Moses", "temperature": 0, "max_tokens": 24});
     let text = http::complete(url, &body).1["choices"][0]["text"].take();
     assert_eq!((&seen["completion"], &seen["completion_stream"]), (&text, &text));
+    assert_eq!(seen["completion_logprobs"], json!([text, true]));
 
     let refused: Vec<Value> =
         seen["refused"].as_array().unwrap().iter().map(|error| json!(error.as_array().unwrap()[..3])).collect();

@@ -80,7 +80,7 @@ impl Parser {
         }
     }
 
-    /// Takes a token; after a stop, gives back nothing.
+    /// Takes a token; none follows the one that completed a stop string.
     pub(crate) fn push(&mut self, token: TokenId) -> Passed {
         match self {
             Self::Plain { detokenizer, stop } => {
@@ -116,6 +116,99 @@ impl Parser {
         match self {
             Self::Plain { .. } => false,
             Self::DeepSeek(output) => output.called(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::chat::Start;
+    use proptest::prelude::*;
+    use std::sync::OnceLock;
+
+    /// The tiny model's vocabulary with DeepSeek's marker in place of a token of the drafter.
+    fn marked() -> Arc<Vocabulary> {
+        static MARKED: OnceLock<Arc<Vocabulary>> = OnceLock::new();
+        let load = || {
+            let json = include_str!("../../../models/tiny-v4-flash/tokenizer.json");
+            let json = json.replace("<｜dspark▁noise｜>", "｜DSML｜");
+            Arc::new(Vocabulary::from_bytes(json.as_bytes(), &[TokenId(1)]).unwrap())
+        };
+        Arc::clone(MARKED.get_or_init(load))
+    }
+
+    fn readings() -> impl Strategy<Value = Reading> {
+        let starts = vec![Start::Content, Start::Reasoning, Start::MoreReasoning, Start::MoreContent, Start::ToolCalls];
+        let dialects = prop::sample::select(vec![Dialect::Plain, Dialect::DeepSeek]);
+        (dialects, prop::sample::select(starts), any::<bool>()).prop_map(|(dialect, start, tools)| {
+            let tools = tools || start == Start::ToolCalls;
+            Reading { dialect, start, tools }
+        })
+    }
+
+    /// Pieces of markup, so that a random answer gets far into a parser, and of characters.
+    fn ids() -> impl Strategy<Value = Vec<TokenId>> {
+        let texts = vec![
+            "<｜DSML｜tool_calls>\n",
+            "</｜DSML｜tool_calls>",
+            "<｜DSML｜invoke name=\"a\">\n",
+            "</｜DSML｜invoke>\n",
+            "<｜DSML｜parameter name=\"b\" string=\"true\">",
+            "<｜DSML｜parameter name=\"b\" string=\"false\">",
+            "</｜DSML｜parameter>\n",
+            "</think>",
+            "\n\n",
+            "é🦀",
+            "èé",
+            "\"",
+            "\\",
+            "{",
+            "END",
+            "<",
+        ];
+        let piece = prop_oneof![
+            prop::sample::select(texts).prop_map(|text| marked().encode(text).unwrap()),
+            (0u32..2100).prop_map(|id| vec![TokenId(id)]),
+            (0u32..8).prop_map(|id| vec![TokenId(id)]),
+            // Single bytes, so that characters are cut and broken.
+            (8u32..264).prop_map(|id| vec![TokenId(id)]),
+        ];
+        prop::collection::vec(piece, 0..40).prop_map(|pieces| pieces.concat())
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_panics_and_its_calls_are_in_order(
+            reading in readings(), ids in ids(), stops in prop::collection::vec("[Eaé🦀\"\n]{1,3}", 0..3),
+        ) {
+            let mut parser = Parser::new(Some(reading), stops.clone(), marked());
+            let (mut all, mut stopped) = (Piece::default(), false);
+            for &id in &ids {
+                if stopped {
+                    break;
+                }
+                let passed = parser.push(id);
+                for call in &passed.piece.calls {
+                    let begun = all.calls.iter().any(|known| known.index == call.index);
+                    prop_assert!(begun != call.name.is_some(), "a call begins with its name, once");
+                }
+                stopped |= passed.stopped;
+                all.absorb(passed.piece);
+            }
+            if !stopped {
+                all.absorb(parser.finish());
+            }
+            prop_assert!(all.calls.iter().enumerate().all(|(at, call)| call.index as usize == at));
+            prop_assert_eq!(parser.called(), !all.calls.is_empty());
+            prop_assert!(reading.tools && reading.dialect == Dialect::DeepSeek || all.calls.is_empty());
+            prop_assert!(reading.thinks() && reading.dialect == Dialect::DeepSeek || all.reasoning.is_empty());
+            for stop in &stops {
+                prop_assert!(!all.content.contains(stop.as_str()), "{:?} has {stop:?}", all.content);
+            }
+            for special in ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"] {
+                prop_assert!(!all.content.contains(special) && !all.reasoning.contains(special));
+            }
         }
     }
 }

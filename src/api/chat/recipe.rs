@@ -211,10 +211,13 @@ impl Output {
 
     pub(crate) fn push(&mut self, token: TokenId) -> Passed {
         let special = self.vocabulary.token_bytes(token).is_empty();
-        if self.ended || special && !self.markers.contains(&token) {
+        let ends_reasoning = Some(token) == self.thinking_end;
+        // One that ends no reasoning is as any special token: no stop string ends at it.
+        let silent = if ends_reasoning { !self.reasons } else { special && !self.markers.contains(&token) };
+        if self.ended || silent {
             return Passed { piece: Piece::default(), stopped: false };
         }
-        self.reasons &= Some(token) != self.thinking_end;
+        self.reasons &= !ends_reasoning;
         let piece = self.feed(InferenceChunk::Tokens { token_ids: vec![token.0], logprobs: None });
         // The parser ends by itself where a stop string is complete, and only there.
         Passed { piece, stopped: self.ended }
