@@ -4,7 +4,7 @@
 //! `Worker::poll_tell` says after each of them, and while there is work (`Worker::poll_work`)
 //! computes a pass over the next frames of some sessions, takes in what has come meanwhile (a cancel may be
 //! among it), asks the fence (`Worker::handle_computed`) and sends on what `Worker::poll_send` says. Whose
-//! frames go together says [`turns`]. In production that is a thread ([`thread`]); the simulator drives the
+//! frames go together says `turns`. In production that is a thread ([`thread`]); the simulator drives the
 //! same machine.
 
 mod ended;
