@@ -1,8 +1,8 @@
 //! Every kernel against the CPU engine, bit by bit: `gpu [FILTER…]`, parts of names, or `kernels` for those
 //! that test kernels one by one.
 //!
-//! One binary for a machine with a GPU; it needs nothing beside it but `models/`. Where no GPU is
-//! found it says so and succeeds.
+//! One binary for a machine with a GPU; it needs nothing beside it but `models/` (in the repository, where
+//! Cargo runs it). Where no GPU is found it says so and succeeds; `tests/emulator` stands for one.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program's report")]
 #![allow(clippy::disallowed_methods, reason = "a program of its own reads its environment and clock")]
@@ -18,6 +18,7 @@ mod products;
 mod rows;
 mod support;
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -25,6 +26,12 @@ use support::Gpu;
 
 fn main() -> ExitCode {
     let filters: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    if let Some(package) = std::env::var_os("CARGO_MANIFEST_DIR")
+        && let Err(why) = std::env::set_current_dir(Path::new(&package).join("../.."))
+    {
+        eprintln!("the repository's folder is not there: {why}");
+        return ExitCode::FAILURE;
+    }
     let gpu = match Gpu::open() {
         Ok(gpu) => gpu,
         Err(why) => {
