@@ -7,6 +7,7 @@ mod api {
     mod deepseek;
     #[path = "../clients/install.rs"]
     mod install;
+    mod keys;
     pub(crate) mod support;
 }
 

@@ -14,6 +14,12 @@ pub const RETRY_AFTER_SECONDS: u32 = 1;
 /// Why a request was not answered, or not to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
+    /// No key that is known came with it.
+    #[error("{}", if *given { "this API key is not known here" } else { "no API key: send one as Authorization: Bearer KEY" })]
+    Key {
+        /// Whether any came.
+        given: bool,
+    },
     /// The body is no JSON object.
     #[error("the body is not a JSON object: {why}")]
     NotJson {
@@ -165,6 +171,7 @@ impl ApiError {
     /// Status, code for programs, and the field at fault.
     fn facts(&self) -> (StatusCode, &'static str, Option<&'static str>) {
         match self {
+            Self::Key { .. } => (StatusCode::UNAUTHORIZED, "invalid_api_key", None),
             Self::NotJson { .. } => (StatusCode::BAD_REQUEST, "invalid_json", None),
             Self::BodyTooLarge { .. } => (StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", None),
             Self::BodyTimeout { .. } => (StatusCode::REQUEST_TIMEOUT, "body_timeout", None),
@@ -226,6 +233,9 @@ impl IntoResponse for ApiError {
         let mut response = (status, Json(self.body())).into_response();
         if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }

@@ -10,6 +10,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures::StreamExt;
@@ -24,6 +25,7 @@ use tokio::time::timeout;
 use crate::api::answer::Label;
 use crate::api::ask::{self, Ask};
 use crate::api::error::ApiError;
+use crate::api::keys::{self, Keys};
 use crate::api::resume;
 use crate::api::session::Session;
 use crate::api::speech::Speech;
@@ -78,6 +80,7 @@ pub struct Api {
     serve: Arc<dyn Serve>,
     speech: Arc<Speech>,
     settings: Settings,
+    keys: Option<Keys>,
 }
 
 impl std::fmt::Debug for Api {
@@ -90,7 +93,13 @@ impl Api {
     /// An API in front of `serve`, whose text is that of `speech`.
     #[must_use]
     pub fn new(serve: Arc<dyn Serve>, speech: Arc<Speech>, settings: Settings) -> Self {
-        Self { serve, speech, settings }
+        Self { serve, speech, settings, keys: None }
+    }
+
+    /// The same for clients with one of `keys` alone; `/health` stays open to all.
+    #[must_use]
+    pub fn keyed(self, keys: Option<Keys>) -> Self {
+        Self { keys, ..self }
     }
 
     /// Serves connections of `listener` until `shutdown` resolves; then lets open requests end for
@@ -132,8 +141,10 @@ impl Api {
             .route("/v1/streams/{request}", get(streams))
             .route("/v1/models", get(models))
             .route("/v1/models/{*name}", get(model))
-            .route("/health", get(health))
             .route("/ring", get(ring))
+            .route_layer(middleware::from_fn_with_state(self.keys.clone(), keys::guard))
+            // Without a key: what a supervisor asks.
+            .route("/health", get(health))
             .fallback(no_route)
             .method_not_allowed_fallback(wrong_method)
             .with_state(self)

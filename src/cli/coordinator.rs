@@ -48,6 +48,10 @@ pub struct CoordinatorArgs {
     /// Address of the HTTP API; port 0 takes a free one
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8080")]
     pub http: SocketAddr,
+    /// File of the API keys that requests must come with, one NAME KEY a line; without it anyone who reaches
+    /// the port may use the ring
+    #[arg(long, value_name = "FILE")]
+    pub api_keys: Option<PathBuf>,
     /// Key file of the coordinator's identity, made on first use with mode 0600; without it an
     /// identity lasts for this run only
     #[arg(long, value_name = "FILE")]
@@ -177,6 +181,13 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
     let checkpoint = Checkpoint::open(&args.model).map_err(Failure::of("model"))?;
     let (model, shape) = model_facts(&checkpoint);
     let speech = api::speech::Speech::open(&checkpoint, &model.eos).map_err(Failure::of("tokenizer"))?;
+    let keys = match &args.api_keys {
+        Some(file) => {
+            let failed = |error| Failure::new("config", format!("--api-keys {}: {error}", file.display()));
+            Some(api::keys::Keys::open(file).map_err(failed)?)
+        }
+        None => None,
+    };
     let identity = match &args.identity {
         Some(file) => identity::load_or_create(Path::new(file)).map_err(Failure::of("identity"))?,
         None => identity::fresh(),
@@ -204,7 +215,7 @@ fn serve(args: &CoordinatorArgs) -> Result<(), Failure> {
             json!({ "peer": peer, "addresses": addresses, "http": format!("http://{http}"), "pid": std::process::id() })
         ));
         let ready = tokio::spawn(say_ready(coordinator.clone(), http));
-        api::serve(listener, std::sync::Arc::new(coordinator), speech, stop).await;
+        api::serve(listener, std::sync::Arc::new(coordinator), speech, keys, stop).await;
         ready.abort();
         task.await.map_err(Failure::of("serve"))
     })

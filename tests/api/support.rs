@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
+use ringfence::api::keys::Keys;
 use ringfence::api::server::{Api, Settings};
 use ringfence::api::speech::{Speech, SpeechFiles};
 use ringfence::coordinator::job::{
@@ -235,7 +236,16 @@ impl Server {
         Self::start_with(script, speech()).await
     }
 
+    /// One that takes requests with one of `keys` alone.
+    pub(crate) async fn start_keyed(script: Arc<Script>, keys: Keys) -> Self {
+        Self::start_as(script, speech(), Some(keys)).await
+    }
+
     pub(crate) async fn start_with(script: Arc<Script>, speech: Arc<Speech>) -> Self {
+        Self::start_as(script, speech, None).await
+    }
+
+    async fn start_as(script: Arc<Script>, speech: Arc<Speech>, keys: Option<Keys>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let settings = Settings {
@@ -245,7 +255,7 @@ impl Server {
             ..Settings::default()
         };
         let (stop, stopped) = oneshot::channel();
-        let api = Api::new(Arc::clone(&script) as Arc<dyn Serve>, speech, settings);
+        let api = Api::new(Arc::clone(&script) as Arc<dyn Serve>, speech, settings).keyed(keys);
         let task = tokio::spawn(api.run(listener, async move { drop(stopped.await) }));
         Self { script, address, stop: Some(stop), task }
     }
