@@ -132,8 +132,6 @@ pub(crate) struct Send {
 /// Next frames of some sessions, to be computed together.
 #[derive(Debug)]
 pub(crate) struct Pass {
-    /// Of the route that it was begun on: the same view may be taken twice, by a shadow.
-    routes: u64,
     parts: Vec<Part>,
 }
 
@@ -165,8 +163,8 @@ pub(crate) struct Worker {
     counters: Arc<Counters>,
     max_sessions: u32,
     route: Option<Route>,
-    /// Routes taken so far.
-    routes: u64,
+    /// A pass that was computed, and what came of its parts.
+    computed: Option<(Pass, Vec<Computed>)>,
     journals: Journals,
     sessions: BTreeMap<SessionId, Session>,
     /// Sessions of an older view that were opened again.
@@ -197,7 +195,7 @@ impl Worker {
             counters,
             max_sessions,
             route: None,
-            routes: 0,
+            computed: None,
             journals,
             sessions: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -298,6 +296,7 @@ impl Worker {
 
     fn reroute(&mut self, route: Option<Route>, now: Instant) {
         let former = self.route.map(|route| route.coordinator.peer);
+        self.keep_computed();
         self.shelve_all(now);
         // Another coordinator's sessions are others, whatever their numbers.
         if let (Some(former), Some(route)) = (former, route)
@@ -312,7 +311,6 @@ impl Worker {
         self.outbox.clear();
         self.ended = Ended::default();
         self.route = route;
-        self.routes += 1;
     }
 
     fn frame(&mut self, frame: Frame, now: Instant) {

@@ -19,7 +19,7 @@ use crate::node::dial::{self, Dialled};
 use crate::node::journal::Journals;
 use crate::node::membership::Route;
 use crate::node::shell::{Shell, ShellParts};
-use crate::node::worker::{Computed, INPUTS_MAX, Input, Pass, Tell, Worker};
+use crate::node::worker::{INPUTS_MAX, Input, Tell, Worker};
 use crate::proto::codec::{self, Data};
 use crate::proto::fence::HELD_FRAMES_MAX;
 use crate::sim::check::{Broken, Invariant, Memory, broken};
@@ -43,8 +43,7 @@ pub(super) struct Pace {
 }
 
 struct Busy {
-    pass: Pass,
-    results: Vec<Computed>,
+    positions: usize,
     begun: Instant,
     until: Instant,
 }
@@ -227,10 +226,10 @@ impl StageProcess {
             return (Some(now + STALL_LOOK), computed);
         }
         self.take_in(now);
-        if let Some(Busy { pass, results, begun, .. }) = self.busy.take() {
-            computed = pass.positions();
+        if let Some(Busy { positions, begun, .. }) = self.busy.take() {
+            computed = positions;
             let us = u64::try_from(now.duration_since(begun).as_micros()).unwrap_or(u64::MAX);
-            self.worker.handle_computed(&pass, results, us, now);
+            self.worker.handle_computed(us, now);
         }
         self.worker.handle_timeout(now);
         if !self.send_on(now) {
@@ -239,9 +238,10 @@ impl StageProcess {
         let copied = self.copy();
         let next = match self.worker.poll_work() {
             Some(pass) => {
-                let results = self.worker.compute(&pass);
-                let until = now + self.takes(pass.positions());
-                self.busy = Some(Busy { pass, results, begun: now, until });
+                let positions = pass.positions();
+                self.worker.compute(pass);
+                let until = now + self.takes(positions);
+                self.busy = Some(Busy { positions, begun: now, until });
                 Some(until)
             }
             None if copied => Some(now),

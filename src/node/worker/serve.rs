@@ -7,7 +7,7 @@ use bytes::Bytes;
 use crate::ids::Position;
 use crate::node::membership::Route;
 use crate::node::session::Session;
-use crate::node::worker::{Computed, PASS_POSITIONS_MAX, Part, Pass, Worker};
+use crate::node::worker::{PASS_POSITIONS_MAX, Part, Pass, Worker};
 use crate::proto::codec;
 use crate::proto::fence::Forward;
 
@@ -21,7 +21,7 @@ impl Worker {
         let ready = self.sessions.iter_mut().filter_map(|(id, session)| Some((*id, session.waits()?)));
         self.ready.extend(ready);
         let (kind, order) = self.turns.next(&self.ready)?;
-        let mut pass = Pass { routes: self.routes, parts: Vec::with_capacity(self.ready.len()) };
+        let mut pass = Pass { parts: Vec::with_capacity(self.ready.len()) };
         let mut room = PASS_POSITIONS_MAX;
         for session in order {
             let Some(work) = self.sessions.get_mut(&session).and_then(|session| session.poll_work(room)) else { break };
@@ -36,17 +36,18 @@ impl Worker {
         Some(pass)
     }
 
-    /// Computes a pass: what comes of each part.
-    pub(crate) fn compute(&mut self, pass: &Pass) -> Vec<Computed> {
-        self.desk.compute(&mut self.sessions, &pass.parts)
+    /// Computes a pass. What came meanwhile is to be taken in before [`Worker::handle_computed`].
+    pub(crate) fn compute(&mut self, pass: Pass) {
+        let results = self.desk.compute(&mut self.sessions, &pass.parts);
+        self.computed = Some((pass, results));
     }
 
-    /// A pass was computed in `us` microseconds, and what came meanwhile is taken in: its results are
-    /// to be sent, but those that the fence holds back.
-    pub(crate) fn handle_computed(&mut self, pass: &Pass, results: Vec<Computed>, us: u64, now: Instant) {
+    /// The pass took `us` microseconds, and what came meanwhile is taken in: its results are to be sent, but
+    /// those that the fence holds back. Nothing where the route has changed.
+    pub(crate) fn handle_computed(&mut self, us: u64, now: Instant) {
+        let Some((pass, results)) = self.computed.take() else { return };
         self.counters.pass(pass.positions() == 1, us);
-        // A session goes on behind the next route under its id: what was begun before is not its own.
-        let Some(route) = self.route.filter(|_| self.routes == pass.routes) else { return };
+        let Some(route) = self.route else { return };
         for (part, results) in pass.parts.iter().zip(results) {
             match results {
                 Ok(results) => self.part_computed(&route, part, results, now),
@@ -55,11 +56,32 @@ impl Worker {
         }
     }
 
-    fn part_computed(&mut self, route: &Route, part: &Part, results: Vec<Bytes>, now: Instant) {
-        let Some(session) = self.sessions.get_mut(&part.session) else { return };
+    /// The route ends while a pass is computed: the state of its sessions holds its positions, so they count,
+    /// and what came of them is kept as if it had been sent. A part that failed has no state.
+    pub(super) fn keep_computed(&mut self) {
+        let Some((pass, results)) = self.computed.take() else { return };
+        for (part, results) in pass.parts.iter().zip(results) {
+            match results {
+                Ok(results) => drop(self.part_kept(part, &results)),
+                Err(reason) => {
+                    tracing::warn!(session = %part.session, %reason, "a session's state is lost with its ring");
+                    self.sessions.remove(&part.session);
+                    self.forget(part.session);
+                }
+            }
+        }
+    }
+
+    fn part_kept(&mut self, part: &Part, results: &[Bytes]) -> Option<Vec<Forward>> {
+        let session = self.sessions.get_mut(&part.session)?;
         let input = self.desk.input_bytes(&session.open);
         let fates = session.handle_computed(&part.work, input);
-        self.journal(part, &fates, &results);
+        self.journal(part, &fates, results);
+        Some(fates)
+    }
+
+    fn part_computed(&mut self, route: &Route, part: &Part, results: Vec<Bytes>, now: Instant) {
+        let Some(fates) = self.part_kept(part, &results) else { return };
         match route.shadows {
             true => self.tell_shadowed(part.session, part.work.heads.len()),
             false => self.tell_rebuilt(part.session, &part.work, &results),

@@ -81,7 +81,7 @@ impl Driver {
             // One at a time, so that no result waits behind them.
             let copied = self.copy();
             let goes_on = match self.worker.poll_work() {
-                Some(pass) => self.pass(&pass),
+                Some(pass) => self.pass(pass),
                 None => copied || self.wait(),
             };
             if !goes_on {
@@ -125,14 +125,14 @@ impl Driver {
     }
 
     /// Computes and sends on; `false` to end.
-    fn pass(&mut self, pass: &Pass) -> bool {
+    fn pass(&mut self, pass: Pass) -> bool {
         let begun = clock::now();
-        let results = self.worker.compute(pass);
+        self.worker.compute(pass);
         let us = u64::try_from(clock::now().duration_since(begun).as_micros()).unwrap_or(u64::MAX);
         if !self.take_in() {
             return false;
         }
-        self.worker.handle_computed(pass, results, us, clock::now());
+        self.worker.handle_computed(us, clock::now());
         self.tell();
         self.send_on();
         true

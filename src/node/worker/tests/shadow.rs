@@ -81,8 +81,8 @@ fn a_shadow_asks_computes_and_sends_nothing_on() {
         worker.handle_input(Input::Frame(copy(from, to)), now);
     }
     while let Some(pass) = worker.poll_work() {
-        let results = worker.compute(&pass);
-        worker.handle_computed(&pass, results, 1, now);
+        worker.compute(pass);
+        worker.handle_computed(1, now);
     }
     assert_eq!((next(&worker), worker.poll_send(now)), (Position(7), None));
     assert_eq!(asks(&mut worker), [(7, false)], "it reports every four frames");
@@ -90,25 +90,26 @@ fn a_shadow_asks_computes_and_sends_nothing_on() {
 }
 
 #[test]
-fn a_pass_that_was_begun_before_the_same_view_was_taken_again_counts_for_nothing() {
+fn a_pass_that_is_computed_while_the_route_changes_counts_since_the_state_holds_it() {
     let (mut worker, now, route) = (head(), crate::clock::now(), shadow_route());
     worker.handle_input(Input::Route(Some(route)), now);
     worker.handle_input(Input::Open(open()), now);
     worker.handle_input(Input::Frame(copy(0, 4)), now);
     let pass = worker.poll_work().unwrap();
-    let results = worker.compute(&pass);
+    worker.compute(pass);
     // It is no shadow any more, and again one, while the pass is computed.
     worker.handle_input(Input::Route(None), now);
     worker.handle_input(Input::Route(Some(route)), now);
     worker.handle_input(Input::Open(open()), now);
-    worker.handle_computed(&pass, results, 1, now);
-    assert_eq!(next(&worker), Position(0));
-    assert_eq!(asks(&mut worker), [(0, true), (0, true)]);
-    worker.handle_input(Input::Frame(copy(0, 4)), now);
-    let pass = worker.poll_work().unwrap();
-    let results = worker.compute(&pass);
-    worker.handle_computed(&pass, results, 1, now);
+    worker.handle_computed(1, now);
     assert_eq!(next(&worker), Position(4));
+    assert_eq!(asks(&mut worker), [(0, true), (4, true)]);
+    worker.handle_input(Input::Frame(copy(4, 6)), now);
+    let pass = worker.poll_work().unwrap();
+    worker.compute(pass);
+    worker.handle_computed(1, now);
+    assert_eq!(next(&worker), Position(6));
+    assert_eq!(worker.journals.span(SESSION), Position(0)..Position(6), "what it would have sent, too");
 }
 
 #[test]
@@ -125,7 +126,7 @@ fn a_frame_that_can_not_be_taken_in_costs_a_shadow_nothing_but_time() {
     assert_eq!(asks(&mut worker), [(0, true)]);
     worker.handle_input(Input::Frame(copy(0, 4)), later);
     let pass = worker.poll_work().unwrap();
-    let results = worker.compute(&pass);
-    worker.handle_computed(&pass, results, 1, later);
+    worker.compute(pass);
+    worker.handle_computed(1, later);
     assert_eq!(next(&worker), Position(4));
 }
