@@ -196,7 +196,7 @@ ALWAYS const u64 *meet(u32 mask, u64 bits, u32 kind) {
 
 static inline void finish_copies(Fiber *f, u32 until) {
   Copy *copies = memory->copies[f - memory->fibers];
-  for (; f->done != until; f->done++) {
+  for (; (int)(until - f->done) > 0; f->done++) {
     Copy &copy = copies[f->done % COPIES];
     if (copy.from)
       __builtin_memcpy(copy.to, copy.from, 16);

@@ -182,11 +182,11 @@ void prepare_thread() {
 struct Pool {
   std::mutex turn;  // one grid at a time
   std::mutex lock;
-  std::condition_variable wake, done;
+  std::condition_variable wake;
   std::vector<std::unique_ptr<Worker>> workers;
   const Grid *grid = nullptr;
   unsigned long long number = 0;  // of the grid
-  unsigned inside = 0;            // workers beside the caller
+  std::atomic<unsigned> inside{0};  // workers beside the caller
   std::atomic<unsigned> next{0};
   std::atomic<int> error{SUCCESS};
 
@@ -213,8 +213,8 @@ struct Pool {
       inside++;
       guard.unlock();
       work(index, *mine);
+      inside--;
       guard.lock();
-      if (--inside == 0) done.notify_all();
     }
   }
 
@@ -266,9 +266,12 @@ struct Pool {
     }
     work(0, g);
     if (!alone) {
-      std::unique_lock<std::mutex> guard(lock);
-      grid = nullptr;
-      done.wait(guard, [&] { return inside == 0; });
+      {
+        std::lock_guard<std::mutex> guard(lock);
+        grid = nullptr;
+      }
+      // They are in the middle of their last blocks.
+      while (inside != 0) std::this_thread::yield();
     }
     return error;
   }

@@ -231,7 +231,7 @@ std::string kernels(const std::string &s, std::vector<Found> &found) {
         start = k + 1;
       }
     }
-    out += s.substr(done, at - done) + "__attribute__((flatten)) void " + kernel.name + "(" + list + ")";
+    out += s.substr(done, at - done) + "void " + kernel.name + "(" + list + ")";
     done = at = close;
     if (s[skip_space(s, close)] == '{') found.push_back(kernel);
   }
